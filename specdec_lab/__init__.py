@@ -1,0 +1,1 @@
+"""specdec_lab: compare speculative decoding strategies on one verifier."""

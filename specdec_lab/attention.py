@@ -1,0 +1,67 @@
+"""Attention for tree verification that does not copy keys and values for grouped queries.
+
+With a mask and more than one query, transformers' stock ``sdpa`` function repeats every key and value head for its
+group of query heads: at 8 k tokens that copy costs several times the attention itself. Here the queries of a group
+are stacked along the query axis instead, so each key is read once (``docs/decisions/0001-attention.md`` has the
+measured table). The function is registered through transformers' public ``AttentionInterface``; no model is changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+PACKED_ATTENTION = "specdec_packed"
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend with the query heads of a group stacked along the query axis.
+
+    Args:
+        query: ``[rows, query_heads, queries, head_dim]``.
+        key: ``[rows, kv_heads, slots, head_dim]``.
+        value: ``[rows, kv_heads, slots, value_dim]``.
+        attention_mask: additive or bool, ``[rows, 1, queries, slots]``, or already repeated per group,
+            ``[rows, 1, groups * queries, slots]``. ``None`` leaves the call to the stock function.
+        scaling: factor on the scores before the softmax.
+
+    Returns:
+        ``([rows, queries, query_heads, value_dim], None)``.
+
+    Raises:
+        ValueError: the layer asks for a soft cap, attention sinks or a position bias, which this function has not.
+    """
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{PACKED_ATTENTION} has no {name}; load this model with attention=eager")
+    if attention_mask is None:
+        return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, **kwargs)
+    rows, query_heads, queries, head_dim = query.shape
+    kv_heads = key.shape[1]
+    groups = query_heads // kv_heads
+    if attention_mask.shape[2] != groups * queries:
+        attention_mask = attention_mask.repeat(1, 1, groups, 1)  # [rows, 1, groups * queries, slots]
+    stacked = query.reshape(rows, kv_heads, groups * queries, head_dim)
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        stacked, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+    )  # [rows, kv_heads, groups * queries, value_dim]
+    attended = attended.reshape(rows, query_heads, queries, value.shape[-1])
+    return attended.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

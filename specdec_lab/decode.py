@@ -1,0 +1,363 @@
+"""The only decode loop: propose, forward, verify, cut at stop or budget, commit, record."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdec_lab.drafters.base import DraftContext, Drafter, Verification
+from specdec_lab.errors import DrafterError, NoRoomError, NonFiniteLogitsError
+from specdec_lab.sampling import NON_FINITE, SamplingParams, TokenChooser
+from specdec_lab.stopping import FinishReason, StopRule
+from specdec_lab.target import Target, TargetOutput
+from specdec_lab.timing import Stopwatch, TimeSplit
+from specdec_lab.tree import DraftTree, chain, root_only
+from specdec_lab.verify import follow
+
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to decode.
+
+    Attributes:
+        prompt_ids: the rendered prompt.
+        max_new_tokens: most tokens of the answer, EOS included.
+        stop: strings that end the answer; their tokens stay in ``output_ids``, the text is cut before them.
+        noise_key: what identifies the answer's noise besides the seed: question, turn, sample.
+        logprobs: whether to record the target's log-probability of each emitted token.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    noise_key: tuple[object, ...] = ()
+    logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class Round:
+    """One verify forward of one row.
+
+    Attributes:
+        tokens: of the offered tree, ``[nodes]``, root first.
+        parents: of the offered tree, ``[nodes]``.
+        path: accepted nodes that were emitted, ``[accepted]``, without the root.
+        proposed: depth of the offered tree: the most that could have been accepted.
+        bonus: tokens that the target added after the accepted ones: 1, or 0 where the answer ended before it.
+        seconds: wall time of the round, whole, for every row of a batch.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    path: tuple[int, ...]
+    proposed: int
+    bonus: int
+    seconds: float
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that were emitted."""
+        return len(self.path)
+
+    @property
+    def proposed_nodes(self) -> int:
+        """Nodes of the offered tree without its root."""
+        return len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One finished answer, or why there is none.
+
+    Attributes:
+        output_ids: without the prompt, with EOS; empty if the request failed.
+        logprobs: natural logarithm of the target's raw probability per output token, if asked for.
+        time_seconds: the request's share of wall time by part.
+        decode_elapsed_seconds: wall time from first token to last as its user saw it, other rows' prefills included.
+        error: one sentence if the request failed, else ``None``.
+    """
+
+    request: Request
+    output_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    rounds: tuple[Round, ...] = ()
+    logprobs: tuple[float, ...] | None = None
+    time_seconds: TimeSplit = field(default_factory=TimeSplit)
+    decode_elapsed_seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Tokens that one request has just gained; the last one carries the finished ``generation``."""
+
+    index: int
+    new_tokens: tuple[int, ...]
+    generation: Generation | None = None
+
+
+@dataclass
+class _Sequence:
+    """A request in a cache row."""
+
+    index: int
+    request: Request
+    stop_rule: StopRule
+    context: DraftContext
+    started_at: float = 0.0
+    rounds: list[Round] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    time: TimeSplit = field(default_factory=TimeSplit)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def output(self) -> list[int]:
+        return self.context.tokens[self.context.prompt_length :]
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest draft that could still be committed: the target adds one more token after it."""
+        return self.stop_rule.budget - (len(self.context.tokens) - self.context.prompt_length) - 1
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What one round adds to one row: ``len(new_tokens)`` nodes of the tree are committed, the root first."""
+
+    path: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        """Nodes whose rows stay in the cache: every emitted token but the last, after the root."""
+        return self.path[: len(self.new_tokens)]
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """Draft nodes whose tokens were emitted."""
+        return self.path[1 : 1 + len(self.new_tokens)]
+
+
+def speculative_decode(
+    target: Target,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    *,
+    sampling: SamplingParams = GREEDY,
+    batch_size: int = 1,
+    stopwatch: Stopwatch | None = None,
+) -> Iterator[Progress]:
+    """Decode requests with one strategy; every strategy and the baseline run through this loop.
+
+    Rows of a batch finish at different times, and the next request takes the free row. A request that cannot be run
+    ends in a ``Generation`` with an error; the others go on.
+
+    Yields:
+        Committed tokens as they come. Time that the consumer spends between two of them is not counted.
+    """
+    watch = stopwatch or Stopwatch()
+    choose = TokenChooser(sampling)
+    target.allocate(batch_size, max((_tokens_needed(target, r) for r in requests), default=0), drafter.max_nodes)
+    waiting, free = deque(enumerate(requests)), list(reversed(range(batch_size)))
+    active: dict[int, _Sequence] = {}
+    elapsed = 0.0  # wall time spent in the loop, in seconds
+    while waiting or active:
+        while waiting and free:
+            index, request = waiting.popleft()
+            try:
+                with watch.lap() as parts:
+                    sequence = _start(target, drafter, index, request, free[-1], choose, watch)
+            except (NoRoomError, NonFiniteLogitsError) as error:
+                target.reset(free[-1], clear=True)
+                yield Progress(index, (), Generation(request, error=str(error)))
+                continue
+            elapsed += sum(parts.values())
+            sequence.time.add(parts)
+            sequence.started_at = elapsed
+            active[free.pop()] = sequence
+            yield from _report(target, sequence, tuple(sequence.output), elapsed, active, free)
+        if not active:
+            continue
+        with watch.lap() as parts:
+            with watch.part("draft"):
+                trees = _propose(drafter, active)
+            with watch.part("verify"):
+                output = target.forward(trees, drafter.feature_layers)
+            with watch.part("accept"):
+                walks = _walk(trees, output, active, choose)
+            verdicts = {row: _cut(active[row], trees[row], walk) for row, walk in walks.items()}
+            with watch.part("commit"):
+                target.commit({row: verdict.committed for row, verdict in verdicts.items()})
+            for row, verdict in verdicts.items():
+                _commit_tokens(target, active[row], trees[row], verdict, output)
+        seconds = sum(parts.values())
+        elapsed += seconds
+        for row, tree in trees.items():
+            sequence = active[row]
+            if row not in verdicts:
+                target.reset(row, clear=True)
+                free.append(row)
+                yield Progress(active.pop(row).index, (), Generation(sequence.request, error=NON_FINITE))
+                continue
+            sequence.time.add(parts, share=1 / len(trees))
+            sequence.rounds.append(_round(tree, verdicts[row], seconds))
+            yield from _report(target, sequence, verdicts[row].new_tokens, elapsed, active, free)
+
+
+def _tokens_needed(target: Target, request: Request) -> int:
+    """Return the cache slots that a request can come to use; 0 if it will be refused."""
+    limit = target.max_length
+    wanted = len(request.prompt_ids) + request.max_new_tokens
+    if limit is None:
+        return wanted
+    return min(wanted, limit) if len(request.prompt_ids) < limit else 0
+
+
+def _start(
+    target: Target,
+    drafter: Drafter,
+    index: int,
+    request: Request,
+    row: int,
+    choose: TokenChooser,
+    watch: Stopwatch,
+) -> _Sequence:
+    """Prefill a prompt and emit its first token; the drafter's first message is the prompt, accepted in full."""
+    prompt, limit = request.prompt_ids, target.max_length
+    if not prompt:
+        raise NoRoomError("the prompt has no tokens; give at least one")
+    if limit is not None and len(prompt) >= limit:
+        raise NoRoomError(f"the prompt has {len(prompt)} tokens and the target {limit} positions; shorten the prompt")
+    budget = request.max_new_tokens if limit is None else min(request.max_new_tokens, limit - len(prompt))
+    rule = StopRule(budget, target.eos_ids, request.stop, target.tokenizer)
+    target.reset(row)
+    with watch.part("prefill"):
+        output = target.prefill(row, prompt, drafter.feature_layers)
+        logits = output.row_logits(row)
+        token = choose.round(output)[row](0, prompt, request.noise_key)
+    _, reason = rule.first_end((), (token,))
+    tree = chain(prompt[0], prompt[1:])
+    message = Verification(index, True, tree, tuple(range(len(tree))), token, logits, output.row_features(row))
+    context = DraftContext(index, row, [*prompt, token], len(prompt), message, budget - 1)
+    sequence = _Sequence(index, request, rule, context, finish_reason=reason)
+    if request.logprobs:
+        sequence.logprobs += _logprobs(logits, (0,), (token,))
+    return sequence
+
+
+def _propose(drafter: Drafter, active: dict[int, _Sequence]) -> dict[int, DraftTree]:
+    """Ask for one tree per row and hold the drafter to its promises; a row with one token left gets a plain step."""
+    trees = {row: root_only(s.context.tokens[-1]) for row, s in active.items()}
+    contexts = {row: s.context for row, s in active.items() if s.max_depth > 0}
+    for row, context in contexts.items():
+        context.max_depth = active[row].max_depth
+    for context, tree in zip(contexts.values(), drafter.propose_batch(list(contexts.values())), strict=True):
+        name = type(drafter).__name__
+        if tree.tokens[0] != context.tokens[-1]:
+            raise DrafterError(f"{name} rooted its tree at {tree.tokens[0]}, not at {context.tokens[-1]}")
+        if tree.depth > context.max_depth or len(tree) > drafter.max_nodes:
+            raise DrafterError(
+                f"{name} proposed {len(tree)} nodes at depth {tree.depth}; "
+                f"it may propose {drafter.max_nodes} at depth {context.max_depth}"
+            )
+        trees[context.row] = tree
+    return trees
+
+
+def _walk(
+    trees: dict[int, DraftTree], output: TargetOutput, active: dict[int, _Sequence], choose: TokenChooser
+) -> dict[int, tuple[tuple[int, ...], int]]:
+    """Return path and next token per row; a row whose logits are not finite is missing."""
+    walks: dict[int, tuple[tuple[int, ...], int]] = {}
+    token_at = choose.round(output)
+    for row, tree in trees.items():
+        tokens, key = active[row].context.tokens, active[row].request.noise_key
+
+        def target_token(node: int, row: int = row, tree: DraftTree = tree, tokens: Sequence[int] = tokens) -> int:
+            history = [*tokens, *(tree.tokens[at] for at in tree.path_to(node)[1:])] if choose.samples else tokens
+            return token_at[row](node, history, key)
+
+        with suppress(NonFiniteLogitsError):
+            walks[row] = follow(tree, target_token)
+    return walks
+
+
+def _cut(sequence: _Sequence, tree: DraftTree, walk: tuple[tuple[int, ...], int]) -> _Verdict:
+    """Drop what comes after EOS, a stop string or the budget."""
+    path, next_token = walk
+    new = (*(tree.tokens[node] for node in path[1:]), next_token)
+    count, reason = sequence.stop_rule.first_end(sequence.output, new)
+    return _Verdict(path, new[:count], reason)
+
+
+def _commit_tokens(
+    target: Target, sequence: _Sequence, tree: DraftTree, verdict: _Verdict, output: TargetOutput
+) -> None:
+    """Append a round's tokens to the sequence and write the message to the drafter."""
+    context = sequence.context
+    logits = output.row_logits(context.row)
+    context.tokens.extend(verdict.new_tokens)
+    sequence.finish_reason = verdict.finish_reason
+    if sequence.request.logprobs:
+        sequence.logprobs += _logprobs(logits, verdict.committed, verdict.new_tokens)
+    context.verification = Verification(
+        sequence.index,
+        False,
+        tree,
+        verdict.committed,
+        verdict.new_tokens[-1],
+        logits,
+        output.row_features(context.row),
+    )
+    if target.length(context.row) != len(context.tokens) - 1:
+        raise AssertionError(f"row {context.row} caches {target.length(context.row)} of {len(context.tokens)} tokens")
+
+
+def _report(
+    target: Target,
+    sequence: _Sequence,
+    new_tokens: tuple[int, ...],
+    elapsed: float,
+    active: dict[int, _Sequence],
+    free: list[int],
+) -> Iterator[Progress]:
+    """Yield a row's new tokens; if they end its answer, free the row and yield the generation with them."""
+    if sequence.finish_reason is None:
+        yield Progress(sequence.index, new_tokens)
+        return
+    row = sequence.context.row
+    target.reset(row)
+    del active[row]
+    free.append(row)
+    output = sequence.output
+    generation = Generation(
+        request=sequence.request,
+        output_ids=tuple(output),
+        text=sequence.stop_rule.text(output),
+        finish_reason=sequence.finish_reason,
+        rounds=tuple(sequence.rounds),
+        logprobs=tuple(sequence.logprobs) if sequence.request.logprobs else None,
+        time_seconds=sequence.time,
+        decode_elapsed_seconds=elapsed - sequence.started_at,
+    )
+    yield Progress(sequence.index, new_tokens, generation)
+
+
+def _round(tree: DraftTree, verdict: _Verdict, seconds: float) -> Round:
+    bonus = len(verdict.new_tokens) - len(verdict.accepted)
+    return Round(tree.tokens, tree.parents, verdict.accepted, tree.depth, bonus, seconds)
+
+
+def _logprobs(logits: Tensor, nodes: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """Return log p(token) under the raw logits of the node before it, natural logarithm."""
+    rows = logits[list(nodes)].float().log_softmax(dim=-1)  # [tokens, vocab]
+    return rows.gather(-1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist()

@@ -1,0 +1,1 @@
+"""Draft strategies: ``base`` says what one is, every other file is one."""

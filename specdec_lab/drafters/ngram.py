@@ -1,0 +1,104 @@
+"""Prompt lookup: copy what followed the last few tokens the last time they occurred."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from specdec_lab.drafters.base import DraftContext, Drafter
+from specdec_lab.errors import InputError
+from specdec_lab.target import Target
+from specdec_lab.tree import DraftTree, from_paths
+
+
+class NgramDrafter(Drafter):
+    """Drafts the continuations of earlier occurrences of the current suffix, longest match first.
+
+    Prompt lookup decoding (Saxena 2023; ``prompt_lookup_num_tokens`` in transformers) over prompt and output.
+    Differences: the index is updated incrementally, so that work per round does not grow with the text; the most
+    recent occurrence comes first; a copy may run into the tokens that it is itself producing, so that a loop is
+    drafted to full depth; several distinct continuations may share the tree.
+
+    Args:
+        k: draft tokens along one continuation.
+        max_ngram: longest suffix that is looked up.
+        min_ngram: shortest suffix that is looked up.
+        branches: distinct continuations in one tree; 1 gives a chain.
+        max_nodes: bound of the tree's size, root included.
+        occurrences: earlier positions remembered per n-gram; the oldest is forgotten first.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        k: Annotated[int, Field(ge=1, le=256)] = 8,
+        max_ngram: Annotated[int, Field(ge=1, le=32)] = 4,
+        min_ngram: Annotated[int, Field(ge=1, le=32)] = 2,
+        branches: Annotated[int, Field(ge=1, le=64)] = 1,
+        max_nodes: Annotated[int, Field(ge=2, le=1024)] = 16,
+        occurrences: Annotated[int, Field(ge=1, le=1024)] = 8,
+    ) -> None:
+        super().__init__(target, max_nodes=max_nodes)
+        if min_ngram > max_ngram:
+            raise InputError("ngram.min_ngram", min_ngram, f"give at most max_ngram, which is {max_ngram}")
+        self.k, self.branches, self.occurrences = k, branches, occurrences
+        self.eos_ids = target.eos_ids
+        self.lengths = range(max_ngram, min_ngram - 1, -1)
+
+    def propose(self, context: DraftContext) -> DraftTree:
+        """Return the best continuations of the current suffix; the root alone if it never occurred before."""
+        if context.state is None:
+            context.state = NgramIndex(self.lengths, self.occurrences)
+        index: NgramIndex = context.state
+        index.catch_up(context.tokens)
+        depth = min(self.k, context.max_depth)
+        paths: list[tuple[int, ...]] = []
+        for start in index.continuations(context.tokens):
+            path = self._until_eos(copy_from(context.tokens, start, depth))
+            if path not in paths:
+                paths.append(path)
+            if len(paths) == self.branches:
+                break
+        return from_paths(context.tokens[-1], paths, self.max_nodes)
+
+    def _until_eos(self, path: tuple[int, ...]) -> tuple[int, ...]:
+        end = next((at for at, token in enumerate(path) if token in self.eos_ids), len(path))
+        return path[: end + 1]
+
+
+class NgramIndex:
+    """Where each n-gram of a growing text ended, for several n, updated token by token."""
+
+    def __init__(self, lengths: Sequence[int], occurrences: int) -> None:
+        self._lengths, self._occurrences = lengths, occurrences
+        self._starts: dict[tuple[int, ...], list[int]] = {}
+        self._indexed = 0
+
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Index every n-gram that has a token after it; the current suffix has none and cannot match itself."""
+        for end in range(self._indexed + 1, len(tokens)):
+            for length in self._lengths:
+                if length <= end:
+                    starts = self._starts.setdefault(tuple(tokens[end - length : end]), [])
+                    starts.append(end)
+                    del starts[: -self._occurrences]
+        self._indexed = max(self._indexed, len(tokens) - 1)
+
+    def continuations(self, tokens: Sequence[int]) -> Iterator[int]:
+        """Yield positions after earlier occurrences of the suffix: longest suffix first, most recent first."""
+        seen: set[int] = set()
+        for length in self._lengths:
+            if length <= len(tokens):
+                for start in reversed(self._starts.get(tuple(tokens[len(tokens) - length :]), ())):
+                    if start not in seen:
+                        seen.add(start)
+                        yield start
+
+
+def copy_from(tokens: Sequence[int], start: int, count: int) -> tuple[int, ...]:
+    """Return ``count`` tokens from ``start`` on; past the end, the copy goes on with what it has just produced."""
+    period = len(tokens) - start
+    return tuple(tokens[start + offset % period] for offset in range(count))

@@ -1,0 +1,513 @@
+"""An unforked Hugging Face causal LM and its tree KV cache: the only file that touches cache and mask interfaces.
+
+A row of the cache holds one sequence. Its first ``length`` slots are committed tokens in order; a forward appends the
+nodes of a draft tree behind them, ``commit`` gathers the accepted nodes to the front, and the rest is forgotten by
+not being counted. Buffers are allocated once and written in place (``docs/decisions/0003-cache.md``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdec_lab.attention import PACKED_ATTENTION
+from specdec_lab.errors import NoRoomError, UnsupportedModelError
+from specdec_lab.tree import DraftTree, chain
+
+Exact = Literal["off", "fixed_shape"]
+
+QUERY_BUCKETS = (8, 16, 32)
+"""Query rows that ``exact=fixed_shape`` pads a verify forward to; larger trees round up to a multiple of the last."""
+
+KV_MULTIPLE = 512
+"""KV length that ``exact=fixed_shape`` rounds up to, in slots."""
+
+PREFILL_CHUNK = 512
+"""Prompt tokens per prefill forward; chunk borders depend on the prompt alone."""
+
+SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Shape of one attention layer's cache, as the model itself writes it."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _ShapeProbe:
+    """A cache that keeps nothing and remembers the shapes it was given."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.layers[layer_idx] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class TreeCache:
+    """Preallocated keys and values for a fixed number of rows, written in place at each row's own offset.
+
+    Layers of one shape share one buffer ``[layers, rows, kv_heads, capacity, head_dim]``, so that a commit moves the
+    accepted slots of all of them in one gather.
+    """
+
+    is_compileable = False
+
+    def __init__(self, layers: Mapping[int, LayerShape], rows: int, capacity: int) -> None:
+        self.rows, self.capacity = rows, capacity
+        members: dict[LayerShape, list[int]] = {}
+        for layer_idx, shape in sorted(layers.items()):
+            members.setdefault(shape, []).append(layer_idx)
+        self._keys: dict[LayerShape, Tensor] = {}
+        self._values: dict[LayerShape, Tensor] = {}
+        self._home: dict[int, tuple[Tensor, Tensor]] = {}
+        for shape, layer_ids in members.items():
+            lead = (len(layer_ids), rows, shape.kv_heads, capacity)
+            keys = torch.zeros(*lead, shape.key_dim, dtype=shape.dtype, device=shape.device)
+            values = torch.zeros(*lead, shape.value_dim, dtype=shape.dtype, device=shape.device)
+            self._keys[shape], self._values[shape] = keys, values
+            for at, layer_idx in enumerate(layer_ids):
+                self._home[layer_idx] = (keys[at], values[at])
+        self._first, self._last, self._visible = 0, rows, 0
+        self._starts: list[int] = [0] * rows
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all key and value buffers."""
+        buffers = [*self._keys.values(), *self._values.values()]
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def aim(self, first: int, starts: Sequence[int], visible: int) -> None:
+        """Set where the next forward writes: rows ``first, first + 1, ...`` from these slots; it sees ``visible``."""
+        self._first, self._last, self._starts, self._visible = first, first + len(starts), list(starts), visible
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write ``[rows, kv_heads, nodes, head_dim]`` at each row's start and return the visible slots.
+
+        transformers 5.17 and 5.24 call this with different further arguments, none of which matters here.
+        """
+        keys, values = self._home[layer_idx]
+        nodes = key.shape[2]
+        for at, start in enumerate(self._starts):
+            keys[self._first + at, :, start : start + nodes] = key[at]
+            values[self._first + at, :, start : start + nodes] = value[at]
+        rows = slice(self._first, self._last)
+        return keys[rows, :, : self._visible], values[rows, :, : self._visible]
+
+    def gather(self, row: int, start: int, slots: Sequence[int]) -> None:
+        """Move ``slots`` of a row, in order, to ``start, start + 1, ...`` in every layer."""
+        for buffer in (*self._keys.values(), *self._values.values()):
+            chosen = torch.tensor(slots, device=buffer.device)
+            buffer[:, row, :, start : start + len(slots)] = buffer[:, row, :, chosen]
+
+    def clear(self, row: int) -> None:
+        """Zero a row, so that a NaN left in it cannot reach a later sequence through a masked slot."""
+        for buffer in (*self._keys.values(), *self._values.values()):
+            buffer[:, row] = 0
+
+    def committed(self, row: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return ``{layer: (keys, values)}`` of a row's first ``length`` slots, ``[kv_heads, length, head_dim]``."""
+        return {layer: (keys[row, :, :length], values[row, :, :length]) for layer, (keys, values) in self._home.items()}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the slots before the next write of the first aimed row (models ask only when not told positions)."""
+        return self._starts[0]
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """No layer drops old slots: windows are a matter of the mask, so that a rejected node can be forgotten."""
+        return [False] * len(self._home)
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """Result of one forward over several rows.
+
+    Attributes:
+        logits: ``[rows, width, vocab]``; rows are padded to the widest tree, padding is never read.
+        features: ``{layer: [rows, width, hidden]}`` for the layers that were asked for.
+        at: index into the first axis per cache row.
+        sizes: nodes per cache row.
+    """
+
+    logits: Tensor
+    features: dict[int, Tensor]
+    at: dict[int, int]
+    sizes: dict[int, int]
+
+    def row_logits(self, row: int) -> Tensor:
+        """Return a row's logits, ``[nodes, vocab]``."""
+        return self.logits[self.at[row], : self.sizes[row]]
+
+    def row_features(self, row: int) -> dict[int, Tensor]:
+        """Return a row's features, ``{layer: [nodes, hidden]}``."""
+        return {layer: states[self.at[row], : self.sizes[row]] for layer, states in self.features.items()}
+
+
+class Target:
+    """A causal LM that checks draft trees.
+
+    Args:
+        model: any decoder-only ``transformers`` model with full or sliding-window attention, in evaluation mode.
+        tokenizer: its tokenizer; ``None`` for work on token ids alone.
+        name: how results call it.
+        exact: ``fixed_shape`` pads query rows and KV length of every forward to fixed sizes, so that low-precision
+            rounding does not depend on how many nodes a strategy offers.
+
+    Raises:
+        UnsupportedModelError: encoder-decoder, state-space or linear-attention layers, flash attention, or a model
+            whose logits through the tree cache differ from its own.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        name: str = "target",
+        exact: Exact = "off",
+    ) -> None:
+        self.model, self.tokenizer, self.name, self.exact = model, tokenizer, name, exact
+        refuse_unsupported(model)
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._can_keep_logits = "logits_to_keep" in parameters
+        self._windows = _layer_windows(model.config)
+        self._cache: TreeCache | None = None
+        self._lengths: list[int] = []
+        self._pending: dict[int, DraftTree] = {}
+        self._layers = self._probe_layers()
+        self._groups = self._query_groups()
+        self._check_against_plain_forward()
+
+    # --- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in and logits come out."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype of the attention, and so of the masks."""
+        return next(iter(self._layers.values())).dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output layer, padding included; token ids are smaller."""
+        return self.model.config.get_text_config().vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        """Most tokens of prompt and output that the model has positions for; ``None`` if it states no limit."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Token ids that end an answer, from the generation config, the model config and the tokenizer."""
+        stated = [
+            getattr(self.model.generation_config, "eos_token_id", None),
+            getattr(self.model.config.get_text_config(), "eos_token_id", None),
+            getattr(self.tokenizer, "eos_token_id", None),
+        ]
+        ids = {token for value in stated for token in (value if isinstance(value, list) else [value])}
+        return frozenset(ids - {None})
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters, tied ones counted once."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the allocated cache buffers."""
+        return 0 if self._cache is None else self._cache.bytes
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work handed to it, so that a clock can be read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # --- the cache --------------------------------------------------------------------------------------------------
+
+    def allocate(self, rows: int, tokens: int, tree_nodes: int) -> None:
+        """Make room for ``rows`` sequences of ``tokens`` tokens and one tree of ``tree_nodes`` behind each.
+
+        Buffers that are already large enough are kept; every row is empty afterwards.
+        """
+        capacity = tokens + self._padded_nodes(tree_nodes)
+        if self.exact == "fixed_shape":  # the last prefill chunk is padded too
+            capacity = _round_up(tokens + max(self._padded_nodes(tree_nodes), QUERY_BUCKETS[-1]), KV_MULTIPLE)
+        if self._cache is None or self._cache.rows < rows or self._cache.capacity < capacity:
+            self._cache = None  # frees the old buffers before the new ones are made
+            self._cache = TreeCache(self._layers, rows, capacity)
+        self._lengths = [0] * self._cache.rows
+        self._pending = {}
+
+    @property
+    def cache(self) -> TreeCache:
+        """The allocated cache.
+
+        Raises:
+            RuntimeError: ``allocate`` was not called.
+        """
+        if self._cache is None:
+            raise RuntimeError("the target has no cache yet; call allocate first")
+        return self._cache
+
+    def length(self, row: int) -> int:
+        """Return how many tokens of a row are committed."""
+        return self._lengths[row]
+
+    def reset(self, row: int, *, clear: bool = False) -> None:
+        """Forget a row; ``clear`` also zeroes it, which is needed only after non-finite values."""
+        self._lengths[row] = 0
+        self._pending.pop(row, None)
+        if clear:
+            self.cache.clear(row)
+
+    @torch.inference_mode()
+    def prefill(self, row: int, tokens: Sequence[int], feature_layers: Sequence[int] = ()) -> TargetOutput:
+        """Run a prompt through an empty row in chunks and commit all of it.
+
+        Returns:
+            The last token's logits, ``[1, 1, vocab]``, and the features of every prompt token.
+
+        Raises:
+            NoRoomError: the prompt is empty or longer than the row.
+        """
+        if self._lengths[row]:
+            raise RuntimeError(f"row {row} holds {self._lengths[row]} tokens; reset it before a new prompt")
+        if not tokens:
+            raise NoRoomError("the prompt has no tokens; give at least one")
+        if len(tokens) > self.cache.capacity:
+            raise NoRoomError(f"the prompt has {len(tokens)} tokens, the row {self.cache.capacity} slots")
+        logits, parts = torch.empty(0), []
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            part = tokens[start : start + PREFILL_CHUNK]
+            logits, features = self._forward({row: chain(part[0], part[1:])}, feature_layers, last_logits_only=True)
+            parts.append({layer: states[:, : len(part)] for layer, states in features.items()})
+            self._lengths[row] += len(part)
+        joined = {layer: torch.cat([part[layer] for part in parts], dim=1) for layer in feature_layers}
+        return TargetOutput(logits, joined, {row: 0}, {row: len(tokens)})
+
+    @torch.inference_mode()
+    def forward(self, trees: Mapping[int, DraftTree], feature_layers: Sequence[int] = ()) -> TargetOutput:
+        """Run one tree per cache row behind that row's committed tokens.
+
+        The nodes stay pending until ``commit``; a second ``forward`` forgets them.
+
+        Raises:
+            NoRoomError: a row has no room for its tree.
+        """
+        for row, tree in trees.items():
+            if self._lengths[row] + self._padded_nodes(len(tree)) > self.cache.capacity:
+                raise NoRoomError(f"row {row} holds {self._lengths[row]} tokens and has no room for {len(tree)} nodes")
+        logits, features = self._forward(trees, feature_layers)
+        self._pending = dict(trees)
+        first = min(trees)
+        at = {row: row - first for row in trees}
+        return TargetOutput(logits, features, at, {row: len(tree) for row, tree in trees.items()})
+
+    @torch.inference_mode()
+    def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
+        """Keep these nodes of the last forward, root first, and forget the others.
+
+        Raises:
+            ValueError: a path that is not a path of the row's pending tree from its root.
+        """
+        for row, path in paths.items():
+            tree = self._pending.get(row)
+            if tree is None or tuple(path) != tree.path_to(path[-1]):
+                raise ValueError(f"row {row} has no pending path {tuple(path)}")
+            start = self._lengths[row]
+            if path[-1] != len(path) - 1:  # accepted nodes are scattered
+                self.cache.gather(row, start, [start + node for node in path])
+            self._lengths[row] = start + len(path)
+        self._pending = {}
+
+    # --- one forward ------------------------------------------------------------------------------------------------
+
+    def _forward(
+        self, trees: Mapping[int, DraftTree], feature_layers: Sequence[int], *, last_logits_only: bool = False
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        first, last = min(trees), max(trees) + 1
+        width = self._padded_nodes(max(len(tree) for tree in trees.values()))
+        starts = [self._lengths[row] if row in trees else 0 for row in range(first, last)]
+        visible = max(starts) + width
+        if self.exact == "fixed_shape":
+            visible = min(_round_up(visible, KV_MULTIPLE), self.cache.capacity)
+        tokens = torch.zeros(last - first, width, dtype=torch.long)
+        positions = torch.zeros(last - first, width, dtype=torch.long)
+        blocks: list[Tensor | None] = []
+        for at, row in enumerate(range(first, last)):
+            tree = trees.get(row)
+            if tree is None:
+                blocks.append(None)
+                continue
+            tokens[at, : len(tree)] = torch.tensor(tree.tokens)
+            positions[at, : len(tree)] = torch.tensor(tree.depths) + starts[at]
+            blocks.append(tree.ancestor_mask())
+        kept: dict[str, Any] = {}
+        if last_logits_only and self._can_keep_logits:
+            kept["logits_to_keep"] = torch.tensor([len(trees[first]) - 1], device=self.device)
+        self.cache.aim(first, starts, visible)
+        output = self.model(
+            input_ids=tokens.to(self.device),
+            position_ids=positions.to(self.device),
+            attention_mask=self._masks(starts, blocks, positions, visible),
+            use_cache=True,
+            output_hidden_states=bool(feature_layers),
+            **{self._cache_argument: self.cache},
+            **kept,
+        )
+        features = {layer: output.hidden_states[layer] for layer in feature_layers}
+        logits = output.logits
+        if last_logits_only and not self._can_keep_logits:
+            logits = logits[:, len(trees[first]) - 1 : len(trees[first])]
+        return logits, features
+
+    def _masks(
+        self, starts: Sequence[int], blocks: Sequence[Tensor | None], positions: Tensor, visible: int
+    ) -> Tensor | dict[str, Tensor]:
+        """Build the additive masks of one forward, ``[rows, 1, width, visible]``, one per kind of layer.
+
+        A node sees the committed slots and its ancestors; a padding row sees itself alone, so that no softmax is over
+        nothing. Masks are built anew each time: a reused buffer could show a node what an earlier tree left in it.
+        """
+        width = positions.shape[1]
+        seen = torch.zeros(len(starts), width, visible, dtype=torch.bool)
+        for at, (start, block) in enumerate(zip(starts, blocks, strict=True)):
+            nodes = 0 if block is None else block.shape[0]
+            if block is not None:
+                seen[at, :nodes, :start] = True
+                seen[at, :nodes, start : start + nodes] = block
+            seen[at, nodes:, start + nodes : start + width] = torch.eye(width - nodes, dtype=torch.bool)
+        masks: dict[str, Tensor] = {}
+        for kind, window in self._windows.items():
+            near = seen if window is None else seen & _within_window(starts, blocks, positions, visible, window)
+            mask = torch.zeros(near.shape, dtype=self.dtype).masked_fill_(~near, torch.finfo(self.dtype).min)
+            masks[kind] = mask.repeat(1, self._groups, 1)[:, None].to(self.device)  # [rows, 1, groups * width, visible]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _padded_nodes(self, nodes: int) -> int:
+        if self.exact == "off":
+            return nodes
+        return next((size for size in QUERY_BUCKETS if nodes <= size), _round_up(nodes, QUERY_BUCKETS[-1]))
+
+    # --- set-up -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _probe_layers(self) -> dict[int, LayerShape]:
+        probe = _ShapeProbe()
+        one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)
+        masks = mask if len(self._windows) == 1 else dict.fromkeys(self._windows, mask)
+        try:
+            self.model(
+                input_ids=one, position_ids=one, attention_mask=masks, use_cache=True, **{self._cache_argument: probe}
+            )
+        except Exception as error:
+            raise UnsupportedModelError(_unsupported(self.model, f"it cannot run on a tree cache ({error})")) from error
+        if not probe.layers:
+            raise UnsupportedModelError(_unsupported(self.model, "it never wrote keys and values to its cache"))
+        return probe.layers
+
+    def _query_groups(self) -> int:
+        """How often a mask row is repeated: query heads per KV head where the packed attention runs, else 1."""
+        if self.model.config._attn_implementation != PACKED_ATTENTION:
+            return 1
+        query_heads = self.model.config.get_text_config().num_attention_heads
+        groups = {query_heads // shape.kv_heads for shape in self._layers.values()}
+        return groups.pop() if len(groups) == 1 else 1
+
+    @torch.inference_mode()
+    def _check_against_plain_forward(self) -> None:
+        """Compare a prefill and a forked tree with the model's own forward, so that no model is silently wrong."""
+        ids = torch.randint(0, self.vocab_size, (6,), generator=torch.Generator().manual_seed(0)).tolist()
+        tree = DraftTree((ids[3], ids[4], ids[5], ids[5]), (-1, 0, 0, 1))
+        try:
+            self.allocate(1, 8, 8)
+            self.prefill(0, ids[:3])
+            through_tree = self.forward({0: tree}).row_logits(0)[3].float()
+            plain = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0, -1].float()
+        except Exception as error:
+            raise UnsupportedModelError(_unsupported(self.model, f"a tree forward failed ({error})")) from error
+        finally:
+            self._cache = None
+        difference = (through_tree - plain).abs().max().item()
+        allowed = (1e-3 if self.dtype == torch.float32 else 0.1) * max(1.0, plain.abs().max().item())
+        if not difference <= allowed:
+            reason = f"its logits through the tree cache are off by {difference:.3g}, more than rounding explains"
+            raise UnsupportedModelError(_unsupported(self.model, reason))
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Refuse by name what a tree of drafts cannot be verified on.
+
+    Raises:
+        UnsupportedModelError: see ``Target``.
+    """
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(_unsupported(model, "it is an encoder-decoder; use a decoder-only causal LM"))
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(_unsupported(model, "its state-space layers cannot forget a rejected draft"))
+    strange = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
+    if strange:
+        raise UnsupportedModelError(_unsupported(model, f"layers of type {sorted(strange)} have no tree mask"))
+    if "flash" in str(model.config._attn_implementation):
+        reason = f"attention={model.config._attn_implementation} takes no tree mask; use auto, sdpa or eager"
+        raise UnsupportedModelError(_unsupported(model, reason))
+
+
+def _layer_windows(config: Any) -> dict[str, int | None]:
+    """Return ``{kind of layer: window in tokens or None}``; one entry means that the model takes a single mask."""
+    config = config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        return {"full_attention": window} if window is not None else {"full_attention": None}
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+
+
+def _within_window(
+    starts: Sequence[int], blocks: Sequence[Tensor | None], positions: Tensor, visible: int, window: int
+) -> Tensor:
+    """Return ``[rows, width, visible]``: whether a slot's *position* is less than ``window`` before the query's."""
+    slot_positions = torch.arange(visible).repeat(len(starts), 1)
+    for at, (start, block) in enumerate(zip(starts, blocks, strict=True)):
+        nodes = 0 if block is None else block.shape[0]
+        slot_positions[at, start : start + nodes] = positions[at, :nodes]
+        slot_positions[at, start + nodes : start + positions.shape[1]] = positions[at, nodes:]
+    return positions[:, :, None] - slot_positions[:, None, :] < window
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _unsupported(model: PreTrainedModel, reason: str) -> str:
+    return f"{model.config.model_type} ({type(model).__name__}) is not supported: {reason}"

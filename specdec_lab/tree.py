@@ -1,0 +1,133 @@
+"""The draft tree: the one representation that every strategy proposes and the one verifier checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Candidate continuations of one sequence, as a tree whose root is the last committed token.
+
+    Node 0 is the root: a token that is already part of the output but whose row is not yet in the target's
+    cache. Every other node is a draft token. A chain is a tree; a plain decoding step is a tree of one node.
+
+    Attributes:
+        tokens: token id per node, ``[nodes]``.
+        parents: index of each node's parent, ``[nodes]``; ``parents[0] == -1`` and ``parents[i] < i``.
+        draft_probs: ``None`` when children were chosen deterministically (a point mass per child). Otherwise
+            ``[nodes, vocab]``, where row *i* is the law that the children of node *i* were really drawn from.
+
+    Raises:
+        ValueError: the two lists disagree, a parent does not precede its child, a token id is negative, or two
+            deterministic siblings carry the same token.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    draft_probs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", tuple(self.tokens))
+        object.__setattr__(self, "parents", tuple(self.parents))
+        if not self.tokens or len(self.tokens) != len(self.parents):
+            raise ValueError(f"a tree needs one parent per token and a root: {self.tokens} and {self.parents}")
+        if self.parents[0] != -1:
+            raise ValueError(f"node 0 is the root, so its parent is -1, not {self.parents[0]}")
+        for node in range(1, len(self.tokens)):
+            if not 0 <= self.parents[node] < node:
+                raise ValueError(f"node {node} has parent {self.parents[node]}; a parent precedes its child")
+        if min(self.tokens) < 0:
+            raise ValueError(f"negative token id in {self.tokens}; an absent draft is no node, not a padded one")
+        if self.draft_probs is None and len(set(zip(self.parents, self.tokens, strict=True))) != len(self.tokens):
+            raise ValueError(f"two siblings carry the same token: {self.tokens} under {self.parents}")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Edges between the root and each node, ``[nodes]``."""
+        depths = [0] * len(self)
+        for node in range(1, len(self)):
+            depths[node] = depths[self.parents[node]] + 1
+        return tuple(depths)
+
+    @cached_property
+    def depth(self) -> int:
+        """Depth of the deepest node: the most draft tokens that one round can accept."""
+        return max(self.depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of each node in the order in which they are tried, ``[nodes][children]``."""
+        children: list[list[int]] = [[] for _ in self.tokens]
+        for node in range(1, len(self)):
+            children[self.parents[node]].append(node)
+        return tuple(tuple(nodes) for nodes in children)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node is the only child of the node before it."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def path_to(self, node: int) -> tuple[int, ...]:
+        """Return the node indices from the root to ``node``, both included."""
+        path = [node]
+        while path[-1] != 0:
+            path.append(self.parents[path[-1]])
+        return tuple(reversed(path))
+
+    def ancestor_mask(self) -> Tensor:
+        """Return ``[nodes, nodes]`` bool, true where the column's node is the row's node or an ancestor of it."""
+        nodes = len(self)
+        if self.is_chain:
+            return torch.ones(nodes, nodes, dtype=torch.bool).tril_()
+        rows: list[list[bool]] = []
+        for node, parent in enumerate(self.parents):
+            row = list(rows[parent]) if parent >= 0 else [False] * nodes
+            row[node] = True
+            rows.append(row)
+        return torch.tensor(rows)
+
+
+def root_only(root: int) -> DraftTree:
+    """Return the tree of a plain decoding step: the root and nothing to accept."""
+    return DraftTree((root,), (-1,))
+
+
+def chain(root: int, drafts: Sequence[int], draft_probs: Tensor | None = None) -> DraftTree:
+    """Return the tree with one path ``root -> drafts[0] -> drafts[1] -> ...``."""
+    return DraftTree((root, *drafts), tuple(range(-1, len(drafts))), draft_probs)
+
+
+def from_paths(root: int, paths: Iterable[Sequence[int]], max_nodes: int | None = None) -> DraftTree:
+    """Merge continuations of ``root`` into one tree; common prefixes share nodes, so each guess is checked once.
+
+    Args:
+        root: the last committed token.
+        paths: candidate continuations, the most promising first.
+        max_nodes: stop adding nodes at this size, root included; what was added before stays closed under ancestors.
+
+    Raises:
+        ValueError: a path holds a negative token id.
+    """
+    tokens, parents, node_of = [root], [-1], {}
+    for path in paths:
+        at = 0
+        for token in path:
+            child = node_of.get((at, token))
+            if child is None:
+                if max_nodes is not None and len(tokens) >= max_nodes:
+                    break
+                child = len(tokens)
+                tokens.append(token)
+                parents.append(at)
+                node_of[at, token] = child
+            at = child
+    return DraftTree(tuple(tokens), tuple(parents))

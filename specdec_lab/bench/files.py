@@ -1,0 +1,85 @@
+"""The run folder: which files a run writes there, and how they survive a kill or a full disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from specdec_lab.errors import InputError, SpecdecError
+
+CONFIG, REQUESTS, SUMMARY, TABLE, LOG = "config.yaml", "requests.jsonl", "summary.json", "summary.csv", "benchmark.log"
+TRACKING = "wandb"
+WRITTEN_BY_A_RUN = frozenset({CONFIG, REQUESTS, SUMMARY, TABLE, LOG, TRACKING})
+_TEMPORARY = ".tmp"
+
+
+class StorageError(SpecdecError):
+    """The run folder cannot be written: a full disk, a missing right."""
+
+
+def check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Decide whether a run may write into a folder; nothing is changed.
+
+    Raises:
+        InputError: it holds something, and neither ``resume`` nor ``overwrite`` says what to do with that; or
+            ``overwrite`` would have to remove something that no run writes; or ``resume`` finds no run.
+    """
+    if resume and overwrite:
+        raise InputError("overwrite", True, "resume=true keeps what overwrite=true removes; give one of the two")
+    held = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
+    if not held or (resume and CONFIG in held):
+        return
+    if resume:
+        raise InputError("resume", True, f"{folder} holds no {CONFIG} of an earlier run; give the folder of a run")
+    if not overwrite:
+        remedy = f"the folder holds {_listed(held)}; add resume=true, overwrite=true or give another folder"
+        raise InputError("hydra.run.dir", str(folder), remedy)
+    foreign = [name for name in held if name.removesuffix(_TEMPORARY) not in WRITTEN_BY_A_RUN]
+    if foreign:
+        remedy = f"overwrite=true only removes what a run writes, and {folder} also holds {_listed(foreign)}"
+        raise InputError("overwrite", True, f"{remedy}; give another folder")
+
+
+def clear_folder(folder: Path) -> None:
+    """Remove the files that a run writes. The folders of earlier tracking runs stay: they are runs of their own."""
+    for name in WRITTEN_BY_A_RUN - {TRACKING}:
+        for path in (folder / name, folder / (name + _TEMPORARY)):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def storage(folder: Path) -> Iterator[None]:
+    """Turn a failure to write into one sentence.
+
+    Raises:
+        StorageError: what the system said, and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(
+            f"hydra.run.dir={str(folder)!r}: writing failed ({reason}); what was computed stays, "
+            "so make room and start again with resume=true"
+        ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file by a complete new one, or leave it as it was."""
+    temporary = path.with_name(path.name + _TEMPORARY)
+    try:
+        with temporary.open("w", encoding="utf-8", newline="") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _listed(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,115 @@
+"""From configuration to arguments: which strategies there are, and values checked before anything is loaded."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import resources
+from typing import Any, TypeVar, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from hydra.utils import get_object
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from specdec_lab.errors import InputError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+ALL_DRAFTERS = "all_drafters"
+"""Name under which entry configurations pull in every file of ``conf/drafter/``."""
+
+
+def available_strategies() -> tuple[str, ...]:
+    """Return the names of the files in ``conf/drafter/``, sorted."""
+    folder = resources.files("specdec_lab.conf") / "drafter"
+    return tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")))
+
+
+def register_drafters() -> None:
+    """Tell Hydra to compose each ``conf/drafter/NAME.yaml`` at ``drafter.NAME``; call it before composing.
+
+    A defaults list cannot hold a wildcard, so the list is made here and stored as a configuration of its own, which
+    an entry configuration names in its defaults as ``all_drafters``.
+    """
+    defaults = [{f"/drafter@drafter.{name}": name} for name in available_strategies()]
+    ConfigStore.instance().store(name=ALL_DRAFTERS, node={"defaults": defaults}, package="_global_")
+
+
+def locate(path: object, where: str) -> Any:
+    """Import what a ``_target_`` names.
+
+    Args:
+        path: dotted path of a class or function, as a configuration file of the user's states it.
+        where: the configuration node, for the message.
+
+    Raises:
+        InputError: there is nothing of that name.
+    """
+    try:
+        return get_object(str(path))
+    except Exception as error:  # an import runs the module, which can raise anything
+        raise InputError(f"{where}._target_", path, f"it cannot be imported ({_first_line(error)})") from error
+
+
+def check_arguments(
+    function: Callable[..., Any], arguments: Mapping[str, Any], where: str, skip: Sequence[str] = ("target",)
+) -> dict[str, Any]:
+    """Check keyword arguments against a signature's annotations and return them coerced to the annotated types.
+
+    Args:
+        function: a function or class; ``Annotated[int, Field(ge=1)]`` and the like are pydantic's.
+        arguments: values by name; parameters without a default must be there.
+        where: the configuration node, so that messages name the field as the user writes it.
+        skip: parameters that are filled in elsewhere.
+
+    Raises:
+        InputError: an unknown or missing name, or a value that its annotation does not allow.
+    """
+    owner = function.__init__ if inspect.isclass(function) else function
+    hints = get_type_hints(owner, include_extras=True)
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in skip or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[name] = (hints.get(name, Any), default)
+    for name, value in arguments.items():
+        if name not in fields:
+            raise InputError(f"{where}.{name}", value, f"there is no field of that name{suggest(name, fields)}")
+    model = create_model(function.__name__, __config__=ConfigDict(arbitrary_types_allowed=True, protected_namespaces=()), **fields)
+    checked = validate(model, arguments, where)
+    return {name: getattr(checked, name) for name in fields}
+
+
+def validate(model: type[Model], values: Mapping[str, Any], where: str = "") -> Model:
+    """Build a pydantic model from plain values.
+
+    Raises:
+        InputError: names the first field that is wrong, its value and what pydantic says about it.
+    """
+    try:
+        checked = model.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in ([where] if where else []) + list(first["loc"]))
+        value = None if first["type"] == "missing" else first["input"]
+        raise InputError(field, value, first["msg"][0].lower() + first["msg"][1:]) from None
+    for name in type(checked).model_fields:
+        value = values.get(name)
+        if isinstance(value, bool) and not isinstance(getattr(checked, name), bool):
+            field = f"{where}.{name}" if where else name
+            raise InputError(field, value, "give a number or text here, not true or false")
+    return checked
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence that tells what could have been meant."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    return f"{meant}; choose from {', '.join(names)}" if names else "; none is accepted here"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,28 @@
+"""Compare draft strategies on one target, one set of prompts and one verifier.
+
+    python scripts/benchmark.py strategies=[ngram] target=tiny prompts.limit=4 max_new_tokens=32
+    python scripts/benchmark.py -m drafter.ngram.k=4,8
+
+Results go to the run folder: requests.jsonl, summary.json, summary.csv. Exit codes: 0 all rows succeeded, 1 refused,
+3 some rows failed.
+"""
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from specdec_lab.bench.command import benchmark_job, run_hydra
+from specdec_lab.config import register_drafters
+
+register_drafters()
+
+
+@hydra.main(config_path="pkg://specdec_lab.conf", config_name="benchmark", version_base="1.3")
+def main(config: DictConfig) -> None:
+    """Run one benchmark, or one job of a sweep."""
+    benchmark_job(config)
+
+
+if __name__ == "__main__":
+    sys.exit(run_hydra(main))

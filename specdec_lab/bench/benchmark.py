@@ -1,0 +1,171 @@
+"""One benchmark from checked settings to result files."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.logging import RichHandler
+
+from specdec_lab.bench import exactness
+from specdec_lab.bench.console import progress, show_results
+from specdec_lab.bench.files import CONFIG, LOG, REQUESTS, check_folder, clear_folder, storage, write_atomically
+from specdec_lab.bench.records import RequestLog
+from specdec_lab.bench.run import Clock, Strategy, expected_keys, run_rows
+from specdec_lab.bench.settings import BASELINE, UNPADDED_BASELINE, RunPlan, changed_settings
+from specdec_lab.bench.statistics import request_key
+from specdec_lab.bench.summary import StrategyFacts, run_facts, summarise, write_summary
+from specdec_lab.errors import InputError
+from specdec_lab.target import Target
+from specdec_lab.tracking import track_summary
+
+log = logging.getLogger(__name__)
+
+SINGLE_THREAD_PARAMETERS = 5_000_000
+"""Below this many parameters a forward is too short to be shared between threads."""
+
+
+def check_run(plan: RunPlan, folder: Path) -> None:
+    """Decide whether a planned run may use its folder; nothing is loaded or written.
+
+    Raises:
+        InputError: the folder is not free, or ``resume`` would mix two configurations.
+    """
+    check_folder(folder, resume=plan.settings.resume, overwrite=plan.settings.overwrite)
+    if plan.settings.resume and (folder / CONFIG).exists():
+        changes = changed_settings(yaml.safe_load((folder / CONFIG).read_text("utf-8")), plan.config)
+        if changes:
+            remedy = f"the run in {folder} has other settings: {', '.join(changes)}; give the same or another folder"
+            raise InputError("resume", True, remedy)
+
+
+def run_benchmark(
+    plan: RunPlan, folder: Path, out: Console, err: Console, clock: Clock = time.perf_counter
+) -> dict[str, Any]:
+    """Load the target, decode every row, compare, and write the result files.
+
+    Args:
+        plan: see ``plan_run``.
+        folder: the run folder, checked by ``check_run``; it exists.
+        out: gets the table of results.
+        err: gets progress and warnings.
+        clock: seconds, monotonic.
+
+    Returns:
+        ``summary.json`` as a mapping.
+
+    Raises:
+        SpecdecError: see the parts; what was computed stays on disk.
+    """
+    target = plan.load_target()
+    with threads(plan.settings.threads, target), storage(folder):
+        strategies = make_strategies(plan, target)
+        if plan.settings.overwrite:
+            clear_folder(folder)
+        write_atomically(folder / CONFIG, yaml.safe_dump(dict(plan.config), sort_keys=False, allow_unicode=True))
+        with log_to(folder / LOG, err), RequestLog(folder / REQUESTS) as requests:
+            expected = expected_keys(plan, strategies)
+            with progress(err, len(expected), len(requests.rows)) as report:
+                run_rows(plan, strategies, requests, report, clock)
+            fill_exact(requests, target, plan)
+            rows = list(requests.rows.values())
+            facts = [strategy_facts(strategy, plan) for strategy in strategies]
+            summary = summarise(rows, run_facts(plan, target), facts, len(expected))
+            write_summary(folder, summary)
+            if plan.tracking is not None:
+                try:
+                    track_summary(summary, rows, plan.config, plan.tracking, folder)
+                except Exception:  # the files are complete; a tracker's fault must not look like a failed run
+                    log.warning("tracking failed; the result files are complete", exc_info=True)
+    show_results(out, summary)
+    return summary
+
+
+def make_strategies(plan: RunPlan, target: Target) -> list[Strategy]:
+    """Build the drafters, the baseline's first; with ``exact=fixed_shape`` the unpadded baseline comes last."""
+    made = [Strategy(one.name, one.drafter_class(target, **one.parameters), target) for one in plan.strategies]
+    if plan.settings.exact == "fixed_shape":
+        unpadded = Target(target.model, target.tokenizer, name=target.name, exact="off")
+        baseline = plan.strategies[0]
+        made.append(Strategy(UNPADDED_BASELINE, baseline.drafter_class(unpadded, **baseline.parameters), unpadded))
+    return made
+
+
+def strategy_facts(strategy: Strategy, plan: RunPlan) -> StrategyFacts:
+    """Return what the summary says about a strategy besides its rows."""
+    name = BASELINE if strategy.name == UNPADDED_BASELINE else strategy.name
+    config = {field: value for field, value in plan.config["drafter"][name].items() if field != "_target_"}
+    target_bytes = {"target_weights": strategy.target.weight_bytes, "target_kv": strategy.target.kv_bytes}
+    memory = {**target_bytes, **strategy.drafter.memory_bytes()}
+    return StrategyFacts(strategy.name, config, strategy.drafter.lossless, memory)
+
+
+def fill_exact(requests: RequestLog, target: Target, plan: RunPlan) -> None:
+    """Compare every answer with the baseline's, after everything was timed, and write the rows again."""
+    baseline = {request_key(row): row for row in _successful(requests, lambda name: name == BASELINE)}
+    for row in baseline.values():
+        row["exact"] = "baseline"
+    for row in _successful(requests, lambda name: name != BASELINE):
+        if request_key(row) in baseline:
+            row.update(exactness.compare(row, baseline[request_key(row)], target, plan.sampling))
+    requests.rewrite()
+
+
+def _successful(requests: RequestLog, wanted: Any) -> list[dict[str, Any]]:
+    return [row for row in requests.rows.values() if row["status"] == "ok" and wanted(row["strategy"])]
+
+
+@contextmanager
+def threads(count: int | None, target: Target) -> Iterator[None]:
+    """Set PyTorch's threads for a run: as told, else 1 for a tiny model, else PyTorch's own choice."""
+    before = torch.get_num_threads()
+    if count is None:
+        count = 1 if target.parameter_count < SINGLE_THREAD_PARAMETERS else before
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def log_to(path: Path, console: Console) -> Iterator[None]:
+    """Send log records to a file, and warnings to the console as single lines without tracebacks."""
+    to_file = _PatientFileHandler(path, encoding="utf-8", delay=True)
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    to_console = _OneLineHandler(logging.WARNING, console, show_path=False, show_time=False)
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.INFO)
+    handlers: Sequence[logging.Handler] = (to_file, to_console)
+    for handler in handlers:
+        root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
+
+
+class _PatientFileHandler(logging.FileHandler):
+    """Drops a record that cannot be written: a full disk stops the run at its next row, with one sentence."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        return
+
+
+class _OneLineHandler(RichHandler):
+    """Shows the message alone; the file has the traceback."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        shown = logging.makeLogRecord({**vars(record), "exc_info": None, "exc_text": None})
+        super().emit(shown)

@@ -1,0 +1,116 @@
+"""The command line of a benchmark: from Hydra's configuration to an exit code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import chdir
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from hydra.utils import get_original_cwd
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from specdec_lab.bench.benchmark import check_run, run_benchmark
+from specdec_lab.bench.settings import plan_run
+from specdec_lab.errors import InputError, SpecdecError
+
+SUCCESS, REFUSED, ROWS_FAILED, INTERRUPTED = 0, 1, 3, 130
+
+
+class JobFailed(Exception):
+    """One job of a sweep did not succeed; it has said why, and the others go on."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the job ended with exit code {code}")
+        self.code = code
+
+
+def benchmark_job(config: DictConfig) -> None:
+    """Run one benchmark inside Hydra; paths are relative to the folder of the launch, whatever Hydra does.
+
+    Raises:
+        SystemExit: with the exit code, if it is not 0.
+        JobFailed: the same within a sweep, which goes on.
+    """
+    hydra = HydraConfig.get()
+    with chdir(get_original_cwd()):
+        code = _run(config, Path(hydra.runtime.output_dir))
+    if code != SUCCESS:
+        raise JobFailed(code) if hydra.mode is RunMode.MULTIRUN else SystemExit(code)
+
+
+def _run(config: DictConfig, folder: Path) -> int:
+    out, err = Console(), Console(stderr=True)
+    try:
+        plan = plan_run(_plain(config))
+        check_run(plan, folder)
+        summary = run_benchmark(plan, folder, out, err)
+    except SpecdecError as error:
+        say_error(err, str(error))
+        return REFUSED
+    except KeyboardInterrupt:
+        say(err, f"interrupted; what was computed is kept, go on with: hydra.run.dir='{folder}' resume=true")
+        raise
+    failed = sum(entry["failed"] for entry in summary["strategies"])
+    say(out, f"results: {folder}")
+    if not summary["complete"]:
+        say(err, f"{failed} rows failed; requests.jsonl says why, and resume=true runs them again")
+        return ROWS_FAILED
+    return SUCCESS
+
+
+def run_hydra(main: Callable[[], None]) -> int:
+    """Call a ``@hydra.main`` function and return the exit code; a user's mistake ends in one sentence.
+
+    Hydra would print a traceback for some mistakes (a run folder that cannot be made) and its own exit code for
+    others, so its exceptions are let through to here.
+    """
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        main()
+    except JobFailed as failed:
+        return failed.code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as end:
+        return REFUSED if end.code == 2 else int(end.code or SUCCESS)  # argparse ends with 2
+    except (HydraException, OmegaConfBaseException, OSError) as error:
+        if wants_traceback:
+            raise
+        say_error(Console(stderr=True), _sentence(error))
+        return REFUSED
+    return SUCCESS
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it is, in one line."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def say_error(console: Console, sentence: str) -> None:
+    """Print what a user has to mend."""
+    console.print("error: ", style="bold red", end="")
+    say(console, sentence)
+
+
+def _plain(config: DictConfig) -> dict:
+    """Resolve the configuration into plain containers; parameters that are left open stay ``???``."""
+    try:
+        plain = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise InputError(error.full_key or "config", None, _sentence(error)) from error
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _sentence(error: Exception) -> str:
+    """Return a library's message in one line, without the parts that help nobody."""
+    text = f"{error} {error.__cause__ or ''}".split("Config search path")[0]
+    lines = [line.strip() for line in text.splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(("object_type=", "full_key:")))

@@ -1,0 +1,122 @@
+"""What a run shows: a progress bar while it runs, a table of results at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+PLAIN_LINE_SECONDS = 10.0
+"""Without a terminal, how often a line tells how far the run is."""
+
+PIPE_WIDTH = 150
+"""Columns of a table that is not shown on a terminal."""
+
+CAPTION = (
+    "tau: emitted tokens per verify round, the target's own (bonus) token included. accepted / proposed: draft tokens "
+    "emitted / summed depth of the offered trees. tok/s: emitted tokens over decode time, prefill excluded. speed-up: "
+    "ratio of tok/s to the baseline's over the same requests, [95 % bootstrap interval over prompts]; 'cannot tell' "
+    "where the interval holds 1. exact: answers identical to the baseline's + ties within rounding / compared. "
+    "draft, verify: share of decode time in the forwards of drafter and target."
+)
+
+
+class Report(Protocol):
+    """Is told about each finished row."""
+
+    def __call__(self, strategy: str) -> None: ...
+
+
+@contextmanager
+def progress(console: Console, total: int, done: int = 0) -> Iterator[Report]:
+    """Show how many of ``total`` rows are finished: a bar on a terminal, single plain lines elsewhere."""
+    if not console.is_terminal:
+        yield _PlainProgress(console, total, done)
+        return
+    columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("warming up", total=total, completed=done)
+        yield lambda strategy: bar.update(task, advance=1, description=strategy)
+
+
+class _PlainProgress:
+    def __init__(self, console: Console, total: int, done: int) -> None:
+        self._console, self._total, self._done, self._resumed = console, total, done, done
+        self._start = self._shown = time.monotonic()
+
+    def __call__(self, strategy: str) -> None:
+        self._done += 1
+        now = time.monotonic()
+        if now - self._shown < PLAIN_LINE_SECONDS and self._done < self._total:
+            return
+        self._shown, elapsed = now, now - self._start
+        left = elapsed / (self._done - self._resumed) * (self._total - self._done)
+        text = f"{self._done}/{self._total} rows, last {strategy}, {elapsed:.0f} s gone, about {left:.0f} s left"
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def result_table(summary: Mapping[str, Any]) -> Table:
+    """Return the table of a finished run; its caption defines every column."""
+    count, turns = summary["prompts"]["count"], summary["prompts"]["turns"]
+    decoding = "greedy" if summary["sampling"]["temperature"] == 0 else f"T={summary['sampling']['temperature']:g}"
+    title = (
+        f"{summary['target']['name']} ({summary['target']['dtype']}), {count} prompts, {turns} turns x "
+        f"{summary['repeats']}, {summary['max_new_tokens']} new tokens, batch {summary['batch_size']}, {decoding}"
+    )
+    table = Table(title=title, caption=CAPTION, caption_justify="left")
+    table.add_column("strategy", no_wrap=True)
+    for name in ("tau", "accepted / proposed", "tok/s", "speed-up", "exact", "draft", "verify", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for entry in summary["strategies"]:
+        table.add_row(*_cells(entry))
+    return table
+
+
+def show_results(console: Console, summary: Mapping[str, Any]) -> None:
+    """Print the table; a console without a terminal gets it at a width that keeps every column whole."""
+    table = result_table(summary)
+    console.print(table, width=None if console.is_terminal else max(console.width, PIPE_WIDTH))
+
+
+def _cells(entry: Mapping[str, Any]) -> Sequence[str]:
+    exact = entry["exactness"]
+    compared = f"{exact['identical']}+{exact['ties']}/{exact['compared']}" if exact["compared"] else "-"
+    return (
+        entry["name"] + ("" if entry["lossless"] else " (lossy)"),
+        _number(entry["mean_acceptance_length"], ".2f"),
+        f"{entry['accepted']} / {entry['proposed']}",
+        _number(entry["decode_tokens_per_second"], ".1f"),
+        speedup_text(entry["speedup"], entry["name"]),
+        compared,
+        _share(entry["time_seconds"], "draft"),
+        _share(entry["time_seconds"], "verify"),
+        str(entry["failed"]),
+    )
+
+
+def speedup_text(speedup: Mapping[str, Any], name: str) -> str:
+    """Return a speed-up with its interval, and whether it can be told from 1 at all."""
+    if speedup["ratio_of_totals"] is None:
+        return "-"
+    if name == speedup["baseline"]:
+        return "1 (baseline)"
+    text = f"{speedup['ratio_of_totals']:.2f}x"
+    if speedup["ci95"] is None:
+        return f"{text} (one prompt: cannot tell)"
+    low, high = speedup["ci95"]
+    return f"{text} [{low:.2f}, {high:.2f}]" + (" cannot tell" if low <= 1 <= high else "")
+
+
+def _share(times: Mapping[str, float] | None, part: str) -> str:
+    if times is None or times["total"] <= times["prefill"]:
+        return "-"
+    return f"{100 * times[part] / (times['total'] - times['prefill']):.0f} %"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

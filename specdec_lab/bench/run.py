@@ -1,0 +1,264 @@
+"""The measured part of a run: every strategy decodes every prompt, turn and repeat, one row each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from specdec_lab.bench.prompts import Prompt
+from specdec_lab.bench.records import RequestLog, RowKey, failed_row, make_row
+from specdec_lab.bench.schedule import Block, blocks
+from specdec_lab.bench.settings import BASELINE, RunPlan
+from specdec_lab.chat import render_chat
+from specdec_lab.decode import Generation, Request, speculative_decode
+from specdec_lab.drafters.base import Drafter
+from specdec_lab.errors import InputError, SpecdecError
+from specdec_lab.sampling import SamplingParams
+from specdec_lab.target import Target
+from specdec_lab.timing import Stopwatch
+
+log = logging.getLogger(__name__)
+
+WARM_UP_TEXT = "Count from one to ten, then count from one to ten again."
+WARM_UP_TOKENS = 24
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A drafter and the target that it was made for, under the name that rows and summary use."""
+
+    name: str
+    drafter: Drafter
+    target: Target
+
+
+@dataclass
+class Contexts:
+    """What each turn of each prompt is answered to: the same token ids for every strategy.
+
+    Turn n + 1 continues the baseline's answer to turn n, so that all strategies decode the same contexts.
+    """
+
+    target: Target
+    log: RequestLog
+    _rendered: dict[tuple[object, int, int], tuple[int, ...] | str] = field(default_factory=dict)
+
+    def get(self, prompt: Prompt, turn: int, repeat: int) -> tuple[int, ...] | str:
+        """Return the prompt's token ids, or one sentence about why there are none."""
+        key = (prompt.question_id, turn, repeat)
+        if key not in self._rendered:
+            self._rendered[key] = self._render(prompt, turn, repeat)
+        return self._rendered[key]
+
+    def _render(self, prompt: Prompt, turn: int, repeat: int) -> tuple[int, ...] | str:
+        answers: list[str] = []
+        for earlier in range(turn):
+            row = self.log.rows.get(RowKey(BASELINE, prompt.question_id, earlier, repeat))
+            if row is None or row["status"] != "ok":
+                return f"the baseline has no answer to turn {earlier}, which this turn continues"
+            answers.append(row["text"])
+        try:
+            return render(self.target, prompt, answers)
+        except Exception as error:  # a chat template is a program of the model's author and can fail in any way
+            return one_sentence(error)
+
+
+def render(target: Target, prompt: Prompt, answers: Sequence[str]) -> tuple[int, ...]:
+    """Return the token ids of the turn that follows ``answers``, through the target's chat template."""
+    if target.tokenizer is None:
+        raise InputError("target", target.name, "a benchmark needs a tokenizer, and this target has none")
+    messages = [{"role": "user", "content": prompt.turns[0]}]
+    for answer, question in zip(answers, prompt.turns[1:], strict=False):
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+    return render_chat(target.tokenizer, messages)
+
+
+def run_rows(
+    plan: RunPlan,
+    strategies: Sequence[Strategy],
+    requests: RequestLog,
+    report: Callable[[str], None] = lambda name: None,
+    clock: Clock = time.perf_counter,
+) -> None:
+    """Decode what is not in the log yet and append it there, row by row.
+
+    Args:
+        strategies: the baseline among them; all share one model.
+        report: called with a strategy's name after each of its rows.
+        clock: seconds, monotonic.
+
+    Raises:
+        InputError: the log holds rows of other prompts than the plan's.
+        OSError: a row cannot be written.
+    """
+    contexts = Contexts(strategies[0].target, requests)
+    check_same_prompts(plan, strategies, requests, contexts)
+    allocate_once(plan, strategies)
+    by_name = {strategy.name: strategy for strategy in strategies}
+    for strategy in strategies:
+        warm_up(strategy, plan)
+    settings = plan.settings
+    for block in blocks(plan.prompts.prompts, tuple(by_name), settings.repeats, settings.batch_size):
+        for name in block.order:
+            for row in _rows_of_block(by_name[name], block, plan, requests, contexts, clock):
+                requests.append(row)
+                report(name)
+
+
+def expected_keys(plan: RunPlan, strategies: Sequence[Strategy]) -> set[RowKey]:
+    """Return the keys of every row that a complete run has."""
+    return {
+        RowKey(strategy.name, prompt.question_id, turn, repeat)
+        for strategy in strategies
+        for prompt in plan.prompts.prompts
+        for turn in range(len(prompt.turns))
+        for repeat in range(plan.settings.repeats)
+    }
+
+
+def check_same_prompts(
+    plan: RunPlan, strategies: Sequence[Strategy], requests: RequestLog, contexts: Contexts
+) -> None:
+    """Refuse to mix rows of an earlier run with prompts that have changed since.
+
+    Raises:
+        InputError: a row has no place in the plan, or its first turn was rendered to other ids.
+    """
+    remedy = "it has changed since the run that resume=true goes on with; restore it or use another run folder"
+    by_id = {prompt.question_id: prompt for prompt in plan.prompts.prompts}
+    expected = expected_keys(plan, strategies)
+    for key, row in requests.rows.items():
+        fits = key in expected
+        if fits and key.turn == 0:
+            fits = tuple(row["prompt_ids"]) == contexts.get(by_id[key.question_id], 0, key.repeat)
+        if not fits:
+            raise InputError("prompts.path", plan.prompts.source, f"question {key.question_id} differs; {remedy}")
+
+
+def allocate_once(plan: RunPlan, strategies: Sequence[Strategy]) -> None:
+    """Give each target its cache at the final size, so that no request of the run has to wait for a larger one."""
+    tokens = cache_tokens(strategies[0].target, plan.prompts.prompts, plan.settings.max_new_tokens)
+    nodes = max(strategy.drafter.max_nodes for strategy in strategies)
+    for strategy in strategies:
+        strategy.target.allocate(plan.settings.batch_size, tokens, nodes)
+
+
+def cache_tokens(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> int:
+    """Return an upper bound of prompt and answer tokens over all turns.
+
+    Earlier answers are not known yet. Their text is tokenised anew, which can take a few tokens more than the answer
+    had, so each is counted a quarter longer than it can get; a request that still needs more gets a larger cache then.
+    """
+    answer = max_new_tokens + max_new_tokens // 4 + 8
+    longest = 1
+    for prompt in prompts:
+        for turn in range(len(prompt.turns)):
+            try:
+                length = len(render(target, prompt, [""] * turn)) + turn * answer
+            except Exception:  # this prompt will be a failed row
+                continue
+            limit = target.max_length
+            if limit is None or length < limit:
+                longest = max(longest, length + max_new_tokens)
+    return longest if target.max_length is None else min(longest, target.max_length)
+
+
+def warm_up(strategy: Strategy, plan: RunPlan) -> None:
+    """Decode a short text of our own in every row of the batch, so that no measured request pays for first calls."""
+    prompt = Prompt("warm-up", "warm-up", (WARM_UP_TEXT,))
+    try:
+        request = Request(render(strategy.target, prompt, []), WARM_UP_TOKENS, noise_key=("warm-up",))
+    except Exception:  # the rows will say what is wrong
+        log.warning("%s could not be warmed up", strategy.name, exc_info=True)
+        return
+    batch = [request] * plan.settings.batch_size
+    for _, generation in decode(strategy, batch, plan.sampling, plan.settings.batch_size, time.perf_counter):
+        if generation.error is not None:
+            log.warning("%s could not be warmed up: %s", strategy.name, generation.error)
+
+
+def decode(
+    strategy: Strategy, requests: Sequence[Request], sampling: SamplingParams, batch_size: int, clock: Clock
+) -> Iterator[tuple[int, Generation]]:
+    """Yield index and generation of each request as it finishes; whatever goes wrong ends in a failed generation.
+
+    An exception leaves open which row of a batch is to blame, so its unfinished requests are decoded again one by one.
+    """
+    target, finished = strategy.target, set()
+    watch = Stopwatch(target.synchronize, clock)
+    try:
+        for progress in speculative_decode(
+            target, strategy.drafter, requests, sampling=sampling, batch_size=batch_size, stopwatch=watch
+        ):
+            if progress.generation is not None:
+                finished.add(progress.index)
+                yield progress.index, progress.generation
+        return
+    except Exception as error:  # of the model or the drafter; the consumer's own do not pass through here
+        log.warning("%s failed", strategy.name, exc_info=True)
+        sentence = one_sentence(error)
+    for row in range(target.cache.rows):
+        target.reset(row, clear=True)
+    for index, request in enumerate(requests):
+        if index in finished:
+            continue
+        if len(requests) == 1:
+            yield index, Generation(request, error=sentence)
+        else:
+            for _, generation in decode(strategy, [request], sampling, 1, clock):
+                yield index, generation
+
+
+def one_sentence(error: Exception) -> str:
+    """Return what an exception says, in one line, with its type unless it was written for the user."""
+    lines = str(error).strip().splitlines() or ["no further message"]
+    return lines[0] if isinstance(error, SpecdecError) else f"{type(error).__name__}: {lines[0]}"
+
+
+def _rows_of_block(
+    strategy: Strategy, block: Block, plan: RunPlan, requests: RequestLog, contexts: Contexts, clock: Clock
+) -> Iterator[dict]:
+    """Yield a strategy's rows of a block that are not in the log, as they finish."""
+    settings = plan.settings
+    todo: list[tuple[RowKey, Prompt, Request]] = []
+    for prompt in block.prompts:
+        key = RowKey(strategy.name, prompt.question_id, block.turn, block.repeat)
+        if key in requests.rows:
+            continue
+        ids = contexts.get(prompt, block.turn, block.repeat)
+        if isinstance(ids, str):
+            yield failed_row(key, prompt, (), ids)
+            continue
+        noise_key = (prompt.question_id, block.turn, block.repeat)
+        todo.append((key, prompt, Request(ids, settings.max_new_tokens, settings.stop, noise_key)))
+    if not todo:
+        return
+    start_peak_memory(strategy.target.device)
+    answers = decode(strategy, [request for *_, request in todo], plan.sampling, settings.batch_size, clock)
+    for index, generation in answers:
+        key, prompt, _ = todo[index]
+        yield make_row(key, prompt, generation, peak_memory_bytes(strategy.target.device))
+
+
+def start_peak_memory(device: torch.device) -> None:
+    """Begin to watch the device's memory anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that was in use, weights included.
+
+    On CUDA the most that PyTorch had allocated since ``start_peak_memory``. On a CPU the resident size of the whole
+    process now, at the end of a request, since the system keeps no peak that could be reset.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return psutil.Process().memory_info().rss

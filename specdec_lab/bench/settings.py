@@ -1,0 +1,174 @@
+"""The settings of a run, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from omegaconf import MISSING
+from pydantic import BaseModel, ConfigDict, Field
+
+from specdec_lab.bench.prompts import PromptSet, load_prompts
+from specdec_lab.config import check_arguments, locate, suggest, validate
+from specdec_lab.drafters.base import Drafter
+from specdec_lab.errors import InputError
+from specdec_lab.sampling import SamplingParams
+from specdec_lab.target import Exact, Target
+from specdec_lab.tracking import TrackingSettings, check_tracking, tracking_settings
+
+BASELINE = "autoregressive"
+UNPADDED_BASELINE = "autoregressive_unpadded"
+"""Name in result files of the baseline without ``exact=fixed_shape``, which runs beside it as a second reference."""
+
+Acceptance = Literal["rejection", "block", "coupled", "typical"]
+ACCEPTANCE_THERE_IS = ("rejection", "coupled")
+"""Rules that run today. Drafts are deterministic so far; for them the shared-noise walk is the one lossless rule that
+accepts most, so both names select it."""
+
+GROUPS = ("drafter", "target", "prompts", "sampling", "tracking")
+
+PositiveInt = Annotated[int, Field(strict=True, ge=1)]
+
+
+class BenchmarkSettings(BaseModel):
+    """Values of ``conf/benchmark.yaml`` besides its groups; the contract's table of options explains each."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_new_tokens: PositiveInt = 64
+    batch_size: PositiveInt = 1
+    repeats: PositiveInt = 1
+    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    exact: Exact = "off"
+    acceptance: Acceptance = "rejection"
+    threads: PositiveInt | None = None
+    resume: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class StrategyPlan:
+    """A strategy that will run: its class and its checked parameters, to be called with the target."""
+
+    name: str
+    drafter_class: type[Drafter]
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything about a run that is known before the target is loaded.
+
+    Attributes:
+        config: the resolved configuration as ``config.yaml`` states it: only the strategies that run, and neither
+            ``resume`` nor ``overwrite``.
+        load_target: loads the target; the model is not touched before.
+        strategies: the baseline first.
+    """
+
+    config: Mapping[str, Any]
+    settings: BenchmarkSettings
+    sampling: SamplingParams
+    load_target: Callable[[], Target]
+    strategies: tuple[StrategyPlan, ...]
+    prompts: PromptSet
+    tracking: TrackingSettings | None
+
+
+def plan_run(config: Mapping[str, Any]) -> RunPlan:
+    """Check a resolved configuration, as plain containers, and load the prompts.
+
+    Raises:
+        InputError: names the first thing that is wrong.
+    """
+    config = dict(config)
+    wanted = config.pop("strategies", None)
+    groups = {name: _node(config.pop(name, None), name) for name in GROUPS}
+    settings = validate(BenchmarkSettings, config)
+    if settings.acceptance not in ACCEPTANCE_THERE_IS:
+        remedy = f"this rule is not available yet; choose from {', '.join(ACCEPTANCE_THERE_IS)}"
+        raise InputError("acceptance", settings.acceptance, remedy)
+    sampling = SamplingParams(**check_arguments(SamplingParams, groups["sampling"], "sampling"))
+    names = choose_strategies(wanted, groups["drafter"])
+    strategies = tuple(_plan_strategy(name, _node(groups["drafter"][name], f"drafter.{name}")) for name in names)
+    tracking = tracking_settings(groups["tracking"])
+    if tracking is not None:
+        check_tracking(tracking, names)
+    loader = locate(groups["target"].get("_target_"), "target")
+    loader_arguments = check_arguments(
+        loader, {**_without_target(groups["target"], "target"), "exact": settings.exact}, "target", skip=()
+    )
+    prompts = load_prompts(**check_arguments(load_prompts, groups["prompts"], "prompts"))
+    kept = {name: value for name, value in config.items() if name not in ("resume", "overwrite")}
+    chosen = {"strategies": list(names), "drafter": {name: groups["drafter"][name] for name in names}}
+    return RunPlan(
+        config={**groups, **chosen, **kept},
+        settings=settings,
+        sampling=sampling,
+        load_target=lambda: loader(**loader_arguments),
+        strategies=strategies,
+        prompts=prompts,
+        tracking=tracking,
+    )
+
+
+def choose_strategies(wanted: Sequence[str] | None, drafters: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the strategies to run, the baseline first.
+
+    Args:
+        wanted: names of files in ``conf/drafter/``; ``None`` takes every strategy whose needs are met, that is, none
+            of whose parameters is left open (``???``).
+        drafters: the ``drafter`` node.
+
+    Raises:
+        InputError: an unknown name, one given twice, or nothing to choose from.
+    """
+    if wanted is None:
+        wanted = [name for name, node in drafters.items() if MISSING not in _node(node, f"drafter.{name}").values()]
+    if isinstance(wanted, str):
+        raise InputError("strategies", wanted, f"give a list, as strategies=[{wanted}]")
+    for name in wanted:
+        if name not in drafters:
+            raise InputError("strategies", name, f"there is no strategy of that name{suggest(str(name), drafters)}")
+        if list(wanted).count(name) > 1:
+            raise InputError("strategies", name, "this strategy is in the list twice; name it once")
+    return (BASELINE, *(name for name in wanted if name != BASELINE))
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
+    """Return, as ``field=now (was before)``, what differs between two configurations; tracking does not count."""
+    changes: list[str] = []
+    for name in sorted({*before, *now} - ({"tracking"} if not where else set())):
+        field, old, new = f"{where}{name}", before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes += changed_settings(old, new, f"{field}.")
+        elif old != new:
+            changes.append(f"{field}={new!r} (was {old!r})")
+    return changes
+
+
+def _plan_strategy(name: str, node: Mapping[str, Any]) -> StrategyPlan:
+    where = f"drafter.{name}"
+    drafter_class = locate(node.get("_target_"), where)
+    if not (isinstance(drafter_class, type) and issubclass(drafter_class, Drafter)):
+        raise InputError(f"{where}._target_", node.get("_target_"), "this is no Drafter class; name one")
+    parameters = _without_target(node, where)
+    for field, value in parameters.items():
+        if value == MISSING:
+            raise InputError(f"{where}.{field}", value, "this strategy needs a value here; give one")
+    return StrategyPlan(name, drafter_class, check_arguments(drafter_class, parameters, where))
+
+
+def _node(value: Any, where: str) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise InputError(where, value, f"this is a group of fields; set one of them, as {where}.FIELD=...")
+    return value or {}
+
+
+def _without_target(node: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for name in node:
+        if name.startswith("_") and name != "_target_":
+            raise InputError(f"{where}.{name}", node[name], "of Hydra's own fields only _target_ has a meaning here")
+    return {name: value for name, value in node.items() if name != "_target_"}

@@ -1,0 +1,161 @@
+"""``summary.json`` and ``summary.csv``: computed from the rows alone, so that a resumed run gives the same."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from specdec_lab.bench import metrics
+from specdec_lab.bench.exactness import exactness
+from specdec_lab.bench.files import SUMMARY, TABLE, write_atomically
+from specdec_lab.bench.metrics import Row
+from specdec_lab.bench.schemas import SCHEMA_VERSION, dumps
+from specdec_lab.bench.settings import BASELINE, UNPADDED_BASELINE, RunPlan
+from specdec_lab.bench.statistics import DECODE, END_TO_END, paired, speedup
+from specdec_lab.provenance import git_sha, machine, package_versions
+from specdec_lab.target import Target
+
+
+@dataclass(frozen=True)
+class StrategyFacts:
+    """What is known about a strategy besides its rows.
+
+    Attributes:
+        config: its parameters.
+        lossless: whether it keeps the target's output law.
+        memory_bytes: ``target_weights``, ``draft_weights``, ``target_kv``, ``draft_kv``.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    lossless: bool
+    memory_bytes: Mapping[str, int]
+
+
+def run_facts(plan: RunPlan, target: Target) -> dict[str, Any]:
+    """Return the part of the summary that does not come from rows."""
+    node, prompts = plan.config["target"], plan.prompts
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "git_sha": git_sha(),
+        "versions": package_versions(),
+        "machine": machine(),
+        "target": {
+            "name": target.name,
+            "model": node.get("model"),
+            "revision": node.get("revision"),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "parameters": target.parameter_count,
+            "weight_bytes": target.weight_bytes,
+        },
+        "prompts": {
+            "source": prompts.source,
+            "sha256": prompts.sha256,
+            "count": len(prompts.prompts),
+            "turns": sum(len(prompt.turns) for prompt in prompts.prompts),
+        },
+        "sampling": asdict(plan.sampling),
+        **{name: getattr(plan.settings, name) for name in ("exact", "acceptance", "max_new_tokens", "batch_size")},
+        "repeats": plan.settings.repeats,
+        "seed": plan.settings.seed,
+    }
+
+
+def summarise(
+    rows: Sequence[Row], facts: Mapping[str, Any], strategies: Sequence[StrategyFacts], expected_rows: int
+) -> dict[str, Any]:
+    """Return ``summary.json`` as a mapping.
+
+    Args:
+        rows: of ``requests.jsonl``.
+        facts: see ``run_facts``; its ``seed`` seeds the bootstrap.
+        strategies: in the order in which they are listed.
+        expected_rows: how many rows a complete run has.
+    """
+    succeeded = sum(row["status"] == "ok" for row in rows)
+    references = {name: [row for row in rows if row["strategy"] == name] for name in (BASELINE, UNPADDED_BASELINE)}
+    entries = []
+    for strategy in strategies:
+        own = [row for row in rows if row["strategy"] == strategy.name]
+        peaks = [row["peak_memory_bytes"] for row in own if row["peak_memory_bytes"] is not None]
+        categories = sorted({row["category"] for row in own})
+        entries.append(
+            {
+                "name": strategy.name,
+                "config": dict(strategy.config),
+                "lossless": strategy.lossless,
+                **numbers(own, references, facts["seed"]),
+                "memory_bytes": {**strategy.memory_bytes, "peak": max(peaks, default=None)},
+                "by_category": {
+                    category: numbers([row for row in own if row["category"] == category], references, facts["seed"])
+                    for category in categories
+                },
+            }
+        )
+    return {**facts, "complete": succeeded == expected_rows == len(rows), "strategies": entries}
+
+
+def numbers(rows: Sequence[Row], references: Mapping[str, Sequence[Row]], seed: int) -> dict[str, Any]:
+    """Return the numbers of one strategy's rows, or of those of one category.
+
+    Args:
+        references: rows to compare with, by name; speed-ups against the unpadded baseline appear if it has rows.
+        seed: of the bootstrap.
+    """
+    good = [row for row in rows if row["status"] == "ok"]
+    pairs = paired(good, references[BASELINE])
+    found = {
+        "requests": len(rows),
+        "failed": len(rows) - len(good),
+        **metrics.counters(good),
+        "speedup": speedup(pairs, DECODE, BASELINE, seed),
+        "speedup_end_to_end": speedup(pairs, END_TO_END, BASELINE, seed),
+        "exactness": exactness(good),
+    }
+    if references[UNPADDED_BASELINE]:
+        unpadded = paired(good, references[UNPADDED_BASELINE])
+        found["speedup_over_unpadded"] = speedup(unpadded, DECODE, UNPADDED_BASELINE, seed)
+    return found
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write both files, each complete or not at all.
+
+    Raises:
+        ValueError: the summary breaks its schema.
+        OSError: it cannot be written.
+    """
+    write_atomically(folder / SUMMARY, dumps("summary", summary, indent=2) + "\n")
+    write_atomically(folder / TABLE, to_csv(summary))
+
+
+def to_csv(summary: Mapping[str, Any]) -> str:
+    """Return the scalar columns of the strategies' entries; nested ones are named with dots, undefined ones empty."""
+    lines = [dict(_scalars(entry)) for entry in summary["strategies"]]
+    names = dict.fromkeys(name for line in lines for name in line)
+    # a strategy without any successful row has null where the others have a group of numbers
+    columns = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _scalars(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in entry.items():
+        if name in ("config", "by_category"):
+            continue
+        if name == "ci95":
+            low, high = value or (None, None)
+            yield from ((f"{prefix}ci95_low", low), (f"{prefix}ci95_high", high))
+        elif isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{name}.")
+        elif not isinstance(value, (list, tuple)):
+            yield f"{prefix}{name}", value

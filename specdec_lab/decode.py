@@ -244,7 +244,7 @@ def _start(
         output = target.prefill(row, prompt, drafter.feature_layers)
         logits = output.row_logits(row)
         token = choose.round(output)[row](0, prompt, request.noise_key)
-    _, reason = rule.first_end((), (token,))
+    _, reason = rule.take((token,))
     tree = chain(prompt[0], prompt[1:])
     message = Verification(index, True, tree, tuple(range(len(tree))), token, logits, output.row_features(row))
     context = DraftContext(index, row, [*prompt, token], len(prompt), message, budget - 1)
@@ -295,7 +295,7 @@ def _cut(sequence: _Sequence, tree: DraftTree, walk: tuple[tuple[int, ...], int]
     """Drop what comes after EOS, a stop string or the budget."""
     path, next_token = walk
     new = (*(tree.tokens[node] for node in path[1:]), next_token)
-    count, reason = sequence.stop_rule.first_end(sequence.output, new)
+    count, reason = sequence.stop_rule.take(new)
     return _Verdict(path, new[:count], reason)
 
 

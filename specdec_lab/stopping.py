@@ -7,14 +7,27 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from specdec_lab.errors import InputError
+from specdec_lab.streaming import REPLACEMENT, Detokenizer, before_stop
+
 FinishReason = Literal["eos", "stop", "length"]
 
 
 class StopRule:
     """Decides after each token of one answer whether it is the last.
 
-    A token that is EOS ends the answer with ``eos``; one that completes a stop string with ``stop``; the last of the
-    budget with ``length``. All see committed tokens only, so what a round drafted beyond the end is never counted.
+    A token that is EOS ends the answer with ``eos``; one after which the text so far holds a stop string with
+    ``stop``; the last of the budget with ``length``; asked in this order. All see committed tokens only, so what a
+    round drafted beyond the end is never counted.
+
+    Args:
+        budget: most tokens of the answer, EOS included.
+        eos_ids: ids that end an answer.
+        stop: strings that end an answer; their tokens count, the text is cut before them.
+        tokenizer: of the target; without one the answer has no text.
+
+    Raises:
+        InputError: a budget below 1, an unusable stop string, or stop strings without a tokenizer.
     """
 
     def __init__(
@@ -24,35 +37,51 @@ class StopRule:
         stop: Sequence[str] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        if stop and tokenizer is None:
-            raise ValueError("stop strings need a tokenizer")
-        self.budget, self.eos_ids, self.stop = budget, eos_ids, tuple(stop)
-        self._tokenizer = tokenizer
-        # A token of a stop string holds at least one of its bytes, and a character has at most four.
-        self._window = 4 * max((len(text) for text in self.stop), default=0) + 8
+        if budget < 1:
+            raise InputError("max_new_tokens", budget, "give a whole number of at least 1")
+        self.budget, self.eos_ids, self.stop = budget, eos_ids, check_stop(stop)
+        if self.stop and tokenizer is None:
+            raise InputError("stop", list(self.stop), "this target has no tokenizer; leave the stop strings out")
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, eos_ids)
+        self._longest = max((len(text) for text in self.stop), default=0)
+        self._length = 0
+        self._tail = ""  # settled text that a stop string could still begin in
 
-    def first_end(self, output: Sequence[int], new: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Return how many of ``new`` tokens, emitted after ``output``, belong to the answer, and why it ends there."""
-        grown = list(output)
+    def take(self, new: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Take the next tokens; return how many of them belong to the answer, and why it ends there if it does."""
         for count, token in enumerate(new, start=1):
-            grown.append(token)
+            self._length += 1
             if token in self.eos_ids:
                 return count, "eos"
-            if self.stop and self._completes_stop(grown):
+            if self.stop and self._completes_stop(token):
                 return count, "stop"
-            if len(grown) >= self.budget:
+            if self._length >= self.budget:
                 return count, "length"
         return len(new), None
 
     def text(self, output: Sequence[int]) -> str:
-        """Return the answer's text, without special tokens and cut before the first stop string."""
-        if self._tokenizer is None:
-            return ""
-        text = self._tokenizer.decode(list(output), skip_special_tokens=True)
-        found = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
-        return text[: min(found)] if found else text
+        """Return the answer's text, without special tokens and EOS and cut before the first stop string."""
+        return "" if self._detokenizer is None else before_stop(self._detokenizer.decode(output), self.stop)
 
-    def _completes_stop(self, output: Sequence[int]) -> bool:
-        assert self._tokenizer is not None
-        tail = self._tokenizer.decode(output[-self._window :], skip_special_tokens=True)
-        return any(stop in tail for stop in self.stop)
+    def _completes_stop(self, token: int) -> bool:
+        assert self._detokenizer is not None
+        settled = self._tail + self._detokenizer.push(token)
+        self._tail = settled[max(0, len(settled) - self._longest + 1) :]
+        text = settled + self._detokenizer.pending_text
+        return any(string in text for string in self.stop)
+
+
+def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
+    """Return the stop strings as a tuple.
+
+    Raises:
+        InputError: one string in place of a list of them, an empty one, or one that no finished text can hold.
+    """
+    if isinstance(stop, str):
+        raise InputError("stop", stop, "give a list of strings")
+    for text in stop:
+        if not isinstance(text, str) or not text:
+            raise InputError("stop", text, "give strings of at least one character")
+        if REPLACEMENT in text:
+            raise InputError("stop", text, "U+FFFD stands for a character that is not complete yet; leave it out")
+    return tuple(stop)

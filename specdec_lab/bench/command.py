@@ -47,7 +47,7 @@ def benchmark_job(config: DictConfig) -> None:
 def _run(config: DictConfig, folder: Path) -> int:
     out, err = Console(), Console(stderr=True)
     try:
-        plan = plan_run(_plain(config))
+        plan = plan_run(plain_config(config))
         check_run(plan, folder)
         summary = run_benchmark(plan, folder, out, err)
     except SpecdecError as error:
@@ -99,8 +99,12 @@ def say_error(console: Console, sentence: str) -> None:
     say(console, sentence)
 
 
-def _plain(config: DictConfig) -> dict:
-    """Resolve the configuration into plain containers; parameters that are left open stay ``???``."""
+def plain_config(config: DictConfig) -> dict:
+    """Resolve the configuration into plain containers; parameters that are left open stay ``???``.
+
+    Raises:
+        InputError: a value that cannot be resolved.
+    """
     try:
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:

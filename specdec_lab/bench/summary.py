@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from specdec_lab.bench import metrics
+from specdec_lab.bench.columns import scalars
 from specdec_lab.bench.exactness import exactness
 from specdec_lab.bench.files import SUMMARY, TABLE, write_atomically
 from specdec_lab.bench.metrics import Row
@@ -137,7 +138,7 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 
 def to_csv(summary: Mapping[str, Any]) -> str:
     """Return the scalar columns of the strategies' entries; nested ones are named with dots, undefined ones empty."""
-    lines = [dict(_scalars(entry)) for entry in summary["strategies"]]
+    lines = [dict(scalars(entry)) for entry in summary["strategies"]]
     names = dict.fromkeys(name for line in lines for name in line)
     # a strategy without any successful row has null where the others have a group of numbers
     columns = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
@@ -146,16 +147,3 @@ def to_csv(summary: Mapping[str, Any]) -> str:
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()
-
-
-def _scalars(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in entry.items():
-        if name in ("config", "by_category"):
-            continue
-        if name == "ci95":
-            low, high = value or (None, None)
-            yield from ((f"{prefix}ci95_low", low), (f"{prefix}ci95_high", high))
-        elif isinstance(value, Mapping):
-            yield from _scalars(value, f"{prefix}{name}.")
-        elif not isinstance(value, (list, tuple)):
-            yield f"{prefix}{name}", value

@@ -1,0 +1,324 @@
+"""Offline W&B runs hold the summary's numbers, and a tracker's trouble costs the benchmark nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from specdec_lab.bench import metrics
+from specdec_lab.bench.columns import scalars
+from specdec_lab.errors import InputError
+from specdec_lab.tracking import (
+    HIDDEN,
+    TrackingSettings,
+    check_tracking,
+    run_config,
+    track_summary,
+    tracking_settings,
+)
+
+FAKE_KEY = "a" * 40
+
+DRIVER = """
+import json, sys
+from pathlib import Path
+from specdec_lab import tracking
+from specdec_lab.errors import SpecdecError
+given = json.load(sys.stdin)
+tracking.INIT_TIMEOUT = 1.0
+settings = tracking.TrackingSettings(**given["settings"])
+try:
+    folders = tracking.track_summary(given["summary"], given["rows"], given["config"], settings, Path(given["run_dir"]))
+except SpecdecError as error:
+    sys.exit(str(error))
+print(json.dumps([str(folder) for folder in folders]))
+"""
+
+
+def request_row(strategy: str, question: int | str, accepted: list[int], seconds: float) -> dict[str, Any]:
+    """A successful row whose trees are all four deep."""
+    rounds = len(accepted)
+    parts = dict.fromkeys(metrics.TIME_PARTS, seconds / len(metrics.TIME_PARTS))
+    return {
+        "strategy": strategy, "question_id": question, "category": "maths", "turn": 0, "repeat": 0, "status": "ok",
+        "error": None, "finish_reason": "length", "exact": "identical", "text": "", "prompt_ids": [1, 2],
+        "output_ids": [5] * (1 + sum(accepted) + rounds), "accepted_per_round": accepted,
+        "bonus_per_round": [1] * rounds, "proposed_per_round": [4 if strategy != "autoregressive" else 0] * rounds,
+        "proposed_nodes_per_round": [4 if strategy != "autoregressive" else 0] * rounds,
+        "round_seconds": [seconds / rounds] * rounds, "decode_elapsed_seconds": seconds,
+        "time_seconds": {**parts, "total": sum(parts.values())},
+    }  # fmt: skip
+
+
+def failed_row(strategy: str) -> dict[str, Any]:
+    empty = {"accepted_per_round": [], "bonus_per_round": [], "output_ids": [], "finish_reason": None, "exact": None}
+    return {**request_row(strategy, "long", [0], 1.0), **empty, "status": "failed", "error": "the prompt is too long"}
+
+
+def entry_of(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    good = [row for row in rows if row["status"] == "ok"]
+    speedup = {"ratio_of_totals": 1.37, "mean_of_ratios": 1.4, "ci95": [1.2, 1.5], "baseline": "autoregressive"}
+    nowhere = dict.fromkeys(("ratio_of_totals", "mean_of_ratios", "ci95"))
+    return {
+        "name": name, "config": {"k": 4, "token": "sesame"}, "lossless": True, "requests": len(rows),
+        "failed": len(rows) - len(good), **metrics.counters(good), "speedup": speedup,
+        "speedup_end_to_end": {**nowhere, "baseline": "autoregressive"},
+        "memory_bytes": {"target_weights": 10, "draft_weights": 0, "target_kv": 7, "draft_kv": 0, "peak": None},
+        "exactness": {"compared": 2, "identical": 2, "ties": 0, "different": 0, "examples": []},
+        "by_category": {"maths": metrics.counters(good)},
+    }  # fmt: skip
+
+
+def benchmark(*strategies: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A summary and its rows: three requests per strategy, one of them failed."""
+    rows = [
+        row
+        for at, name in enumerate(strategies)
+        for row in (
+            request_row(name, 1, [0, 2, 4] if at else [0, 0, 0], 0.3 + at),
+            failed_row(name),
+            request_row(name, "two", [1] if at else [0], 0.17),
+        )
+    ]
+    summary = {
+        "schema_version": 1, "complete": True, "created": "2030-01-02T03:04:05Z", "git_sha": None,
+        "versions": {"torch": "2"}, "machine": {"cpu": "x", "threads": 2, "gpu": None},
+        "target": {"name": "tiny", "model": None, "revision": None, "dtype": "float32", "parameters": 9,
+                   "weight_bytes": 36},
+        "prompts": {"source": "own", "sha256": "0", "count": 3, "turns": 3},
+        "sampling": {"temperature": 0.0}, "exact": "off", "acceptance": "rejection",
+        "strategies": [entry_of(name, [row for row in rows if row["strategy"] == name]) for name in strategies],
+    }  # fmt: skip
+    return summary, rows
+
+
+def without_network() -> list[str]:
+    """The command that runs another one in an empty network namespace, where the machine allows that."""
+    unshare = shutil.which("unshare")
+    if unshare and subprocess.run([unshare, "-rn", "true"], capture_output=True, check=False).returncode == 0:
+        return [unshare, "-rn"]
+    return []
+
+
+def track(
+    tmp_path: Path,
+    summary: dict[str, Any],
+    rows: list[dict[str, Any]],
+    settings: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Track in a process of its own, without a network; no process of it may be alive afterwards."""
+    run_dir = tmp_path / "demo"
+    run_dir.mkdir(exist_ok=True)
+    given = {"summary": summary, "rows": rows, "config": config or {"seed": 0}, "settings": settings or {}}
+    marker = uuid.uuid4().hex
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    done = subprocess.run(
+        [*without_network(), sys.executable, "-c", DRIVER],
+        input=json.dumps({**given, "run_dir": str(run_dir)}),
+        env={**clean, "HOME": str(tmp_path), "SPECDEC_TEST_MARKER": marker, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert not list(alive(marker))
+    return done
+
+
+def alive(marker: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("SPECDEC_TEST_MARKER") == marker:
+                yield process
+        except psutil.Error:  # it ended, or belongs to someone else
+            continue
+
+
+def inspect(folder: Path, *options: str) -> str:
+    """W&B's own reader of a run's log."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", *options, "--json", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def overview(folder: Path) -> dict[str, Any]:
+    return json.loads(inspect(folder, "--summary"))
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in inspect(folder).splitlines()]
+
+
+def table(folder: Path, key: str) -> dict[str, Any]:
+    (path,) = (folder / "files" / "media" / "table").glob(f"{key}_*.table.json")
+    return json.loads(path.read_text())
+
+
+def test_each_strategy_becomes_one_offline_run_with_the_numbers_of_the_summary(tmp_path: Path) -> None:
+    """Guards TK-02 and TK-05: no network is needed, nothing hangs, rows keep their own step axis, none is lost."""
+    summary, rows = benchmark("autoregressive", "ngram")
+    started = time.monotonic()
+    done = track(tmp_path, summary, rows, {"tags": ["demo"]})
+    assert time.monotonic() - started < 30
+    assert done.returncode == 0
+    assert done.stderr == ""
+    folders = [Path(folder) for folder in json.loads(done.stdout)]
+    assert sorted((tmp_path / "demo" / "wandb").glob("offline-run-*")) == sorted(folders)
+    for folder, entry in zip(folders, summary["strategies"], strict=True):
+        seen = overview(folder)
+        assert (seen["exit_code"], seen["state"], seen["name"]) == (0, "finished", entry["name"])
+        assert seen["config"]["strategy"] == entry["name"]
+        assert seen["config"]["target"]["name"] == "tiny"
+        assert seen["config"]["settings"] == {"seed": 0}
+        expected = {name: value for name, value in scalars(entry) if value is not None}
+        assert len(expected) > 30
+        assert {name: seen["summary"].get(name) for name in expected} == expected
+        found = records(folder)
+        run = next(record["run"] for record in found if record["type"] == "run")
+        assert (run["run_group"], run["job_type"]) == ("demo-2030-01-02T03:04:05Z", "benchmark")
+        assert run["tags"] == ["demo"]
+
+        own = [row for row in rows if row["strategy"] == entry["name"]]
+        history = [record["history"]["item"] for record in found if record["type"] == "history"]
+        logged = [item for item in history if "request_index" in item]
+        assert [item["request_index"] for item in logged] == [0, 1, 2]
+        assert [item["request/failed"] for item in logged] == [0, 1, 0]
+        good = [item for item in logged if not item["request/failed"]]
+        assert sum(item["request/output_tokens"] for item in good) == entry["output_tokens"]
+        assert sum(item["request/rounds"] for item in good) == entry["rounds"]
+        requests = table(folder, "requests")
+        assert [line[0] for line in requests["data"]] == [str(row["question_id"]) for row in own]
+        lengths = [line[requests["columns"].index("mean_acceptance_length")] for line in requests["data"]]
+        assert lengths == [metrics.mean_acceptance_length([row]) for row in own]
+        histogram = table(folder, "accepted_histogram")["data"]
+        assert [line[1] for line in histogram] == entry["accepted_histogram"]
+    depths = table(folders[1], "acceptance_by_depth")["data"]
+    by_depth = summary["strategies"][1]["acceptance_by_depth"]
+    assert [line[1] for line in depths] == by_depth["offered"]
+    assert [line[2] for line in depths] == by_depth["joint"]
+    assert [line[3] for line in depths] == by_depth["conditional"]
+
+
+def test_a_strategy_that_cannot_be_logged_does_not_stop_the_others(tmp_path: Path) -> None:
+    """Guards TK-01: three runs in one process, the middle one fails; each keeps its own configuration and end."""
+    summary, rows = benchmark("autoregressive", "ngram", "ngram_tree")
+    del summary["strategies"][1]["acceptance_by_depth"]
+    done = track(tmp_path, summary, rows)
+    assert done.returncode == 0
+    assert len(json.loads(done.stdout)) == 2
+    assert done.stderr.splitlines() == [
+        "W&B has no full run of ngram (KeyError: 'acceptance_by_depth'); the files are complete."
+    ]
+    seen = [overview(folder) for folder in (tmp_path / "demo" / "wandb").glob("offline-run-*")]
+    ends = {one["config"]["strategy"]: (one["state"], one["exit_code"]) for one in seen}
+    assert ends == {"autoregressive": ("finished", 0), "ngram": ("failed", 1), "ngram_tree": ("finished", 0)}
+
+
+def test_online_without_a_key_is_refused_at_once(tmp_path: Path) -> None:
+    """Guards TK-05: no prompt and no wait; the sentence names the field and what to do."""
+    summary, rows = benchmark("autoregressive")
+    started = time.monotonic()
+    done = track(tmp_path, summary, rows, {"mode": "online"})
+    assert time.monotonic() - started < 15
+    assert done.returncode == 1
+    assert "tracking.mode='online': no API key is configured" in done.stderr
+    assert not (tmp_path / "demo" / "wandb").exists()
+
+
+@pytest.mark.skipif(not without_network(), reason="needs an empty network namespace")
+def test_runs_are_kept_offline_when_the_server_cannot_be_reached(tmp_path: Path) -> None:
+    """Guards TK-05: one bounded wait in all, one warning, and every run on disk with its numbers."""
+    summary, rows = benchmark("autoregressive", "ngram")
+    done = track(tmp_path, summary, rows, {"mode": "online"}, env={"WANDB_API_KEY": FAKE_KEY})
+    assert done.returncode == 0
+    assert done.stderr.count("W&B cannot be reached") == 1
+    assert "Traceback" not in done.stderr
+    folders = [Path(folder) for folder in json.loads(done.stdout)]
+    assert [overview(folder)["summary"]["rounds"] for folder in folders] == [4, 4]
+
+
+def test_secrets_reach_no_file(tmp_path: Path) -> None:
+    """A key in the configuration or the environment must not end up in a run that is shared."""
+    summary, rows = benchmark("autoregressive")
+    config = {"target": {"hf_token": "open-sesame-1"}, "note": "made with open-sesame-2", "max_new_tokens": 64}
+    done = track(tmp_path, summary, rows, config=config, env={"HF_TOKEN": "open-sesame-2"})
+    (folder,) = (Path(folder) for folder in json.loads(done.stdout))
+    assert overview(folder)["config"]["settings"] == {
+        "target": {"hf_token": HIDDEN},
+        "note": f"made with {HIDDEN}",
+        "max_new_tokens": 64,
+    }
+    written = b"".join(path.read_bytes() for path in (tmp_path / "demo").rglob("*") if path.is_file())
+    assert len(written) > 1000
+    assert b"sesame" not in written
+
+
+def test_a_forced_run_id_is_refused_for_more_than_one_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards TK-01: WANDB_RUN_ID would put all strategies into one run."""
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    check_tracking(TrackingSettings(), ["autoregressive"])
+    summary, rows = benchmark("autoregressive", "ngram")
+    with pytest.raises(InputError, match=r"WANDB_RUN_ID='mine': it would put 2 strategies into one run"):
+        track_summary(summary, rows, {}, TrackingSettings(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_disabled_tracking_writes_nothing(tmp_path: Path) -> None:
+    """WANDB_MODE=disabled is honoured."""
+    assert track_summary(*benchmark("autoregressive", "ngram"), {}, TrackingSettings(mode="disabled"), tmp_path) == []
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mode": "bogus"}, r"tracking\.mode='bogus'"),
+        ({"projekt": "x"}, r"tracking\.projekt='x'"),
+        ({"project": ""}, r"tracking\.project=''"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        tracking_settings(values)
+
+
+def test_the_shipped_configurations_compose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards TK-05: offline is the default, and the environment's word is heard."""
+    with initialize_config_module("specdec_lab.conf", version_base="1.3"):
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        assert tracking_settings(composed("wandb")) == TrackingSettings()
+        assert tracking_settings(composed("none")) is None
+        monkeypatch.setenv("WANDB_MODE", "disabled")
+        found = tracking_settings(composed("wandb"))
+    assert found is not None
+    assert found.mode == "disabled"
+
+
+def composed(option: str) -> dict[str, Any]:
+    values = OmegaConf.to_container(compose(overrides=[f"+tracking={option}"]), resolve=True)
+    assert isinstance(values, dict)
+    return values.get("tracking", {})
+
+
+def test_the_configuration_of_a_run_is_plain() -> None:
+    """W&B refuses OmegaConf containers, so none may be left at any depth."""
+    summary, _ = benchmark("ngram")
+    config = OmegaConf.to_container(OmegaConf.create({"drafter": {"ngram": {"k": [1, 2]}}}))
+    assert isinstance(config, dict)
+    found = run_config(summary, summary["strategies"][0], {str(k): v for k, v in config.items()})
+    assert json.loads(json.dumps(found)) == found
+    assert found["strategy_config"] == {"k": 4, "token": HIDDEN}

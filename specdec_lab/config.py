@@ -77,7 +77,9 @@ def check_arguments(
     for name, value in arguments.items():
         if name not in fields:
             raise InputError(f"{where}.{name}", value, f"there is no field of that name{suggest(name, fields)}")
-    model = create_model(function.__name__, __config__=ConfigDict(arbitrary_types_allowed=True, protected_namespaces=()), **fields)
+    model = create_model(
+        function.__name__, __config__=ConfigDict(arbitrary_types_allowed=True, protected_namespaces=()), **fields
+    )
     checked = validate(model, arguments, where)
     return {name: getattr(checked, name) for name in fields}
 

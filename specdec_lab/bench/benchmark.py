@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from specdec_lab.bench import exactness
-from specdec_lab.bench.console import progress, show_results
+from specdec_lab.bench.console import progress, result_table
 from specdec_lab.bench.files import CONFIG, LOG, REQUESTS, check_folder, clear_folder, storage, write_atomically
 from specdec_lab.bench.records import RequestLog
 from specdec_lab.bench.run import Clock, Strategy, expected_keys, run_rows
@@ -84,7 +84,7 @@ def run_benchmark(
                     track_summary(summary, rows, plan.config, plan.tracking, folder)
                 except Exception:  # the files are complete; a tracker's fault must not look like a failed run
                     log.warning("tracking failed; the result files are complete", exc_info=True)
-    show_results(out, summary)
+    out.print(result_table(summary))
     return summary
 
 

@@ -16,13 +16,14 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from specdec_lab.bench.benchmark import check_run, run_benchmark
+from specdec_lab.bench.console import result_console
 from specdec_lab.bench.settings import plan_run
 from specdec_lab.errors import InputError, SpecdecError
 
 SUCCESS, REFUSED, ROWS_FAILED, INTERRUPTED = 0, 1, 3, 130
 
 
-class JobFailed(Exception):
+class JobFailedError(Exception):
     """One job of a sweep did not succeed; it has said why, and the others go on."""
 
     def __init__(self, code: int) -> None:
@@ -35,23 +36,26 @@ def benchmark_job(config: DictConfig) -> None:
 
     Raises:
         SystemExit: with the exit code, if it is not 0.
-        JobFailed: the same within a sweep, which goes on.
+        JobFailedError: the same within a sweep, which goes on.
     """
     hydra = HydraConfig.get()
     with chdir(get_original_cwd()):
         code = _run(config, Path(hydra.runtime.output_dir))
     if code != SUCCESS:
-        raise JobFailed(code) if hydra.mode is RunMode.MULTIRUN else SystemExit(code)
+        raise JobFailedError(code) if hydra.mode is RunMode.MULTIRUN else SystemExit(code)
 
 
 def _run(config: DictConfig, folder: Path) -> int:
-    out, err = Console(), Console(stderr=True)
+    out, err = result_console(), Console(stderr=True)
     try:
         plan = plan_run(plain_config(config))
         check_run(plan, folder)
         summary = run_benchmark(plan, folder, out, err)
     except SpecdecError as error:
         say_error(err, str(error))
+        return REFUSED
+    except OSError as error:  # of a library, while it loads: the run's own files have their sentence already
+        say_error(err, _sentence(error))
         return REFUSED
     except KeyboardInterrupt:
         say(err, f"interrupted; what was computed is kept, go on with: hydra.run.dir='{folder}' resume=true")
@@ -74,16 +78,20 @@ def run_hydra(main: Callable[[], None]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         main()
-    except JobFailed as failed:
+    except JobFailedError as failed:
         return failed.code
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as end:
         return REFUSED if end.code == 2 else int(end.code or SUCCESS)  # argparse ends with 2
-    except (HydraException, OmegaConfBaseException, OSError) as error:
+    except (HydraException, OmegaConfBaseException) as error:
         if wants_traceback:
             raise
         say_error(Console(stderr=True), _sentence(error))
+        return REFUSED
+    except OSError as error:  # Hydra makes the run folder before the job starts
+        remedy = f"the run folder cannot be made ({error.strerror}); give another one"
+        say_error(Console(stderr=True), str(InputError("hydra.run.dir", error.filename, remedy)))
         return REFUSED
     return SUCCESS
 

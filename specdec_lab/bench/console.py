@@ -14,8 +14,8 @@ from rich.table import Table
 PLAIN_LINE_SECONDS = 10.0
 """Without a terminal, how often a line tells how far the run is."""
 
-PIPE_WIDTH = 150
-"""Columns of a table that is not shown on a terminal."""
+PIPE_WIDTH = 120
+"""Characters per line of a table that is not shown on a terminal."""
 
 CAPTION = (
     "tau: emitted tokens per verify round, the target's own (bonus) token included. accepted / proposed: draft tokens "
@@ -29,7 +29,14 @@ CAPTION = (
 class Report(Protocol):
     """Is told about each finished row."""
 
-    def __call__(self, strategy: str) -> None: ...
+    def __call__(self, strategy: str) -> None:
+        """Note that a row of this strategy is finished."""
+
+
+def result_console() -> Console:
+    """Return the console for results; without a terminal, wide enough to keep every column whole."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, PIPE_WIDTH))
 
 
 @contextmanager
@@ -69,18 +76,15 @@ def result_table(summary: Mapping[str, Any]) -> Table:
         f"{summary['repeats']}, {summary['max_new_tokens']} new tokens, batch {summary['batch_size']}, {decoding}"
     )
     table = Table(title=title, caption=CAPTION, caption_justify="left")
-    table.add_column("strategy", no_wrap=True)
-    for name in ("tau", "accepted / proposed", "tok/s", "speed-up", "exact", "draft", "verify", "failed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("strategy", overflow="fold")
+    for name in ("tau", "accepted / proposed", "tok/s", "speed-up", "exact", "draft", "verify"):
+        table.add_column(name, justify="right", overflow="fold")
+    failed = any(entry["failed"] for entry in summary["strategies"])
+    if failed:
+        table.add_column("failed", justify="right", style="red")
     for entry in summary["strategies"]:
-        table.add_row(*_cells(entry))
+        table.add_row(*_cells(entry), *([f"{entry['failed']} / {entry['requests']}"] if failed else []))
     return table
-
-
-def show_results(console: Console, summary: Mapping[str, Any]) -> None:
-    """Print the table; a console without a terminal gets it at a width that keeps every column whole."""
-    table = result_table(summary)
-    console.print(table, width=None if console.is_terminal else max(console.width, PIPE_WIDTH))
 
 
 def _cells(entry: Mapping[str, Any]) -> Sequence[str]:
@@ -95,7 +99,6 @@ def _cells(entry: Mapping[str, Any]) -> Sequence[str]:
         compared,
         _share(entry["time_seconds"], "draft"),
         _share(entry["time_seconds"], "verify"),
-        str(entry["failed"]),
     )
 
 
@@ -107,7 +110,7 @@ def speedup_text(speedup: Mapping[str, Any], name: str) -> str:
         return "1 (baseline)"
     text = f"{speedup['ratio_of_totals']:.2f}x"
     if speedup["ci95"] is None:
-        return f"{text} (one prompt: cannot tell)"
+        return f"{text} cannot tell (one prompt)"
     low, high = speedup["ci95"]
     return f"{text} [{low:.2f}, {high:.2f}]" + (" cannot tell" if low <= 1 <= high else "")
 

@@ -54,7 +54,8 @@ def choice_scores(
     target.reset(0)
     if sampling.greedy:
         return logits
-    processed = sampling.processors()(torch.tensor([list(tokens)], device=logits.device), logits[None].clone())[0]
+    ids = torch.tensor([list(tokens)], device=logits.device)
+    processed = sampling.processors()(ids, logits[None].clone())[0]  # type: ignore[arg-type]
     noise = gumbel_noise(len(processed), sampling.seed, (*noise_key, len(tokens)), processed.device)
     return (processed + noise) * sampling.temperature
 

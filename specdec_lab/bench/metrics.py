@@ -39,7 +39,7 @@ def _demand(holds: bool, row: Row, fault: str) -> None:
         raise AssertionError(f"{row['strategy']}, question {row['question_id']}, turn {row['turn']}: {fault}")
 
 
-# --- counters ----------------------------------------------------------------------------------------------------------
+# --- counters ---------------------------------------------------------------------------------------------------------
 
 
 def rounds(rows: Sequence[Row]) -> int:
@@ -77,7 +77,7 @@ def proposed_nodes(rows: Sequence[Row]) -> int:
     return sum(sum(row["proposed_nodes_per_round"]) for row in rows)
 
 
-# --- acceptance --------------------------------------------------------------------------------------------------------
+# --- acceptance -------------------------------------------------------------------------------------------------------
 
 
 def mean_acceptance_length(rows: Sequence[Row]) -> float | None:
@@ -121,7 +121,7 @@ def accepted_histogram(rows: Sequence[Row]) -> list[int]:
     return [taken.count(value) for value in range(max(taken, default=-1) + 1)]
 
 
-# --- time --------------------------------------------------------------------------------------------------------------
+# --- time -------------------------------------------------------------------------------------------------------------
 
 
 def total_seconds(rows: Sequence[Row]) -> float:
@@ -166,7 +166,7 @@ def round_ms(rows: Sequence[Row]) -> dict[str, float] | None:
     return percentiles([1e3 * seconds for row in rows for seconds in row["round_seconds"]])
 
 
-# --- arithmetic --------------------------------------------------------------------------------------------------------
+# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
 def ratio(numerator: float, denominator: float) -> float | None:

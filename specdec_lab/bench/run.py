@@ -123,9 +123,7 @@ def expected_keys(plan: RunPlan, strategies: Sequence[Strategy]) -> set[RowKey]:
     }
 
 
-def check_same_prompts(
-    plan: RunPlan, strategies: Sequence[Strategy], requests: RequestLog, contexts: Contexts
-) -> None:
+def check_same_prompts(plan: RunPlan, strategies: Sequence[Strategy], requests: RequestLog, contexts: Contexts) -> None:
     """Refuse to mix rows of an earlier run with prompts that have changed since.
 
     Raises:

@@ -39,9 +39,7 @@ def request_key(row: Row) -> tuple[Hashable, int, int]:
 def paired(rows: Sequence[Row], baseline_rows: Sequence[Row]) -> list[Pair]:
     """Match successful rows by question, turn and repeat; a request that failed on either side is left out."""
     baseline = {request_key(row): row for row in baseline_rows if row["status"] == "ok"}
-    return [
-        (row, baseline[request_key(row)]) for row in rows if row["status"] == "ok" and request_key(row) in baseline
-    ]
+    return [(row, baseline[request_key(row)]) for row in rows if row["status"] == "ok" and request_key(row) in baseline]
 
 
 def speedup(pairs: Sequence[Pair], rate: Rate, baseline: str, seed: int) -> dict[str, Any]:

@@ -94,7 +94,11 @@ def test_rates_are_totals_over_totals():
     assert metrics.decode_tokens_per_second(rows) == 10 / 5
     assert metrics.end_to_end_tokens_per_second(rows) == 12 / 6
     assert metrics.time_per_output_token_ms(rows) == pytest.approx(
-        {"p50": (2000 / 9 + 3000) / 2, "p95": 2000 / 9 + 0.95 * (3000 - 2000 / 9), "p99": 3000 - 0.01 * (3000 - 2000 / 9)}
+        {
+            "p50": (2000 / 9 + 3000) / 2,
+            "p95": 2000 / 9 + 0.95 * (3000 - 2000 / 9),
+            "p99": 3000 - 0.01 * (3000 - 2000 / 9),
+        }
     )
     times = metrics.time_seconds(rows)
     assert times is not None

@@ -1,0 +1,111 @@
+"""One call that decodes one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, overload
+
+from specdec_lab.chat import render_chat
+from specdec_lab.decode import GREEDY, Generation, Progress, Request, speculative_decode
+from specdec_lab.drafters.base import Drafter
+from specdec_lab.errors import InputError, SpecdecError
+from specdec_lab.sampling import SamplingParams
+from specdec_lab.target import Target
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+
+
+@overload
+def generate(
+    target: Target,
+    drafter: Drafter,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = ...,
+    sampling: SamplingParams = ...,
+    stop: Sequence[str] = ...,
+    logprobs: bool = ...,
+    stream: Literal[False] = ...,
+) -> Generation: ...
+
+
+@overload
+def generate(
+    target: Target,
+    drafter: Drafter,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = ...,
+    sampling: SamplingParams = ...,
+    stop: Sequence[str] = ...,
+    logprobs: bool = ...,
+    stream: Literal[True],
+) -> Iterator[Progress]: ...
+
+
+def generate(
+    target: Target,
+    drafter: Drafter,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 64,
+    sampling: SamplingParams = GREEDY,
+    stop: Sequence[str] = (),
+    logprobs: bool = False,
+    stream: bool = False,
+) -> Generation | Iterator[Progress]:
+    """Decode one prompt with one strategy.
+
+    Args:
+        target: the model that decides.
+        drafter: the strategy that proposes, made for this target.
+        prompt: a user's message, a conversation as ``[{"role": ..., "content": ...}]``, or token ids as they are.
+            Text goes through the tokenizer's chat template.
+        max_new_tokens: most tokens of the answer, EOS included.
+        sampling: how tokens are chosen; greedy by default.
+        stop: strings that end the answer.
+        logprobs: record the target's log-probability of each token.
+        stream: yield ``Progress`` as tokens are committed, the last one with the finished ``generation``.
+
+    Raises:
+        InputError: a prompt or a limit that cannot be used.
+        SpecdecError: decoding failed, such as a prompt that is longer than the target's positions.
+    """
+    if max_new_tokens < 1:
+        raise InputError("max_new_tokens", max_new_tokens, "give a whole number of at least 1")
+    if any(not text for text in stop):
+        raise InputError("stop", list(stop), "an empty string would stop every answer at once; leave it out")
+    request = Request(prompt_ids(target, prompt), max_new_tokens, tuple(stop), logprobs=logprobs)
+    events = _checked(speculative_decode(target, drafter, [request], sampling=sampling))
+    if stream:
+        return events
+    (*_, last) = events
+    assert last.generation is not None
+    return last.generation
+
+
+def prompt_ids(target: Target, prompt: Prompt) -> tuple[int, ...]:
+    """Render a prompt to token ids.
+
+    Raises:
+        InputError: an empty prompt, an id outside the vocabulary, or text for a target without tokenizer.
+    """
+    if not prompt:
+        raise InputError("prompt", prompt, "give at least one token")
+    if not isinstance(prompt, str) and isinstance(prompt[0], int):
+        ids = tuple(int(token) for token in prompt)  # type: ignore[call-overload]
+        strange = [token for token in ids if not 0 <= token < target.vocab_size]
+        if strange:
+            raise InputError("prompt", strange[0], f"token ids run from 0 to {target.vocab_size - 1}")
+        return ids
+    if target.tokenizer is None:
+        raise InputError("prompt", prompt, "this target has no tokenizer; give token ids")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return render_chat(target.tokenizer, messages)  # type: ignore[arg-type]
+
+
+def _checked(events: Iterator[Progress]) -> Iterator[Progress]:
+    for event in events:
+        if event.generation is not None and event.generation.error is not None:
+            raise SpecdecError(event.generation.error)
+        yield event

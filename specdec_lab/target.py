@@ -93,6 +93,7 @@ class TreeCache:
                 self._home[layer_idx] = (keys[at], values[at])
         self._first, self._last, self._visible = 0, rows, 0
         self._starts: list[int | None] = [None] * rows
+        self._ragged: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
     def bytes(self) -> int:
@@ -105,36 +106,40 @@ class TreeCache:
         """Where the buffers lie in memory: it changes only when they are allocated anew."""
         return tuple(buffer.data_ptr() for buffer in (*self._keys.values(), *self._values.values()))
 
-    def aim(self, first: int, starts: Sequence[int], visible: int) -> None:
-        """Set where the next forward writes: rows ``first, first + 1, ...`` from these slots; it sees ``visible``."""
+    def aim(self, first: int, starts: Sequence[int | None], visible: int) -> None:
+        """Set where the next forward writes.
+
+        Args:
+            first: the first row of the forward; the others follow it.
+            starts: first slot to write per row; ``None`` for a row that only pads the forward and keeps what it holds.
+            visible: slots that the forward sees.
+        """
         self._first, self._last, self._starts, self._visible = first, first + len(starts), list(starts), visible
-        self._slots = {}
+        self._ragged = {}
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write ``[rows, kv_heads, nodes, head_dim]`` at each row's start and return the visible slots.
 
         transformers 5.17 and 5.24 call this with different further arguments, none of which matters here.
         """
-        keys, values = self._home[layer_idx]
-        rows = slice(self._first, self._last)
-        nodes = key.shape[2]
-        if len(self._starts) == 1:
-            start = self._starts[0]
-            keys[rows, :, start : start + nodes] = key
-            values[rows, :, start : start + nodes] = value
-        else:  # ragged: one indexed write for all rows is ten times as fast as a slice per row, and scatter_ far slower
-            at, slots = self._ragged(nodes, keys.device)
-            keys[rows].transpose(1, 2)[at, slots] = key.transpose(1, 2)  # [rows, nodes, kv_heads, head_dim]
-            values[rows].transpose(1, 2)[at, slots] = value.transpose(1, 2)
-        return keys[rows, :, : self._visible], values[rows, :, : self._visible]
+        keys, values = (buffer[self._first : self._last] for buffer in self._home[layer_idx])
+        nodes, start = key.shape[2], self._starts[0]
+        if len(self._starts) == 1 and start is not None:
+            keys[:, :, start : start + nodes] = key
+            values[:, :, start : start + nodes] = value
+        else:  # one indexed write of all rows takes a tenth of the time of a slice per row; scatter_ is far slower
+            rows, slots = self._ragged_slots(nodes, keys.device)
+            keys.transpose(1, 2)[rows[:, None], slots] = key[rows].transpose(1, 2)  # [rows, nodes, kv_heads, head_dim]
+            values.transpose(1, 2)[rows[:, None], slots] = value[rows].transpose(1, 2)
+        return keys[:, :, : self._visible], values[:, :, : self._visible]
 
-    def _ragged(self, nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return row and slot indices of a ragged write, ``[rows, 1]`` and ``[rows, nodes]``, once per forward."""
-        if device not in self._slots:
-            starts = torch.tensor(self._starts, device=device)[:, None]
-            rows = torch.arange(len(self._starts), device=device)[:, None]
-            self._slots[device] = (rows, starts + torch.arange(nodes, device=device))
-        return self._slots[device]
+    def _ragged_slots(self, nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the rows that are written, ``[rows]``, and their slots, ``[rows, nodes]``; made once per forward."""
+        if device not in self._ragged:
+            live = [(row, start) for row, start in enumerate(self._starts) if start is not None]
+            rows, starts = torch.tensor(live, device=device).T
+            self._ragged[device] = (rows, starts[:, None] + torch.arange(nodes, device=device))
+        return self._ragged[device]
 
     def gather(self, row: int, start: int, slots: Sequence[int]) -> None:
         """Move ``slots`` of a row, in order, to ``start, start + 1, ...`` in every layer."""
@@ -219,6 +224,7 @@ class Target:
         self._cache: TreeCache | None = None
         self._lengths: list[int] = []
         self._pending: dict[int, DraftTree] = {}
+        self.lease = 0
         self._layers = self._probe_layers()
         self._groups = self._query_groups()
         self._check_against_plain_forward()
@@ -296,8 +302,10 @@ class Target:
     def allocate(self, rows: int, tokens: int, tree_nodes: int) -> None:
         """Make room for ``rows`` sequences of ``tokens`` tokens and one tree of ``tree_nodes`` behind each.
 
-        Buffers that are already large enough are kept; every row is empty afterwards.
+        Buffers that are already large enough are kept; every row is empty afterwards. ``lease`` counts the calls, so
+        that whoever made an earlier one can tell that the rows are no longer its own.
         """
+        self.lease += 1
         capacity = tokens + self._padded_nodes(tree_nodes)
         if self.exact == "fixed_shape":  # the last prefill chunk is padded too
             capacity = _round_up(tokens + max(self._padded_nodes(tree_nodes), QUERY_BUCKETS[-1]), KV_MULTIPLE)

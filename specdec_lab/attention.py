@@ -53,8 +53,8 @@ def packed_attention(
     rows, query_heads, queries, head_dim = query.shape
     kv_heads = key.shape[1]
     groups = query_heads // kv_heads
-    if attention_mask.shape[2] != groups * queries:
-        attention_mask = attention_mask.repeat(1, 1, groups, 1)  # [rows, 1, groups * queries, slots]
+    if attention_mask.shape[2] != groups * queries:  # plain, or repeated for other groups than these keys have
+        attention_mask = attention_mask[:, :, :queries].repeat(1, 1, groups, 1)  # [rows, 1, groups * queries, slots]
     stacked = query.reshape(rows, kv_heads, groups * queries, head_dim)
     attended = torch.nn.functional.scaled_dot_product_attention(
         stacked, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec_lab.drafters.base import DraftContext, Drafter, Verification
-from specdec_lab.errors import DrafterError, NoRoomError, NonFiniteLogitsError
+from specdec_lab.errors import DrafterError, InputError, NonFiniteLogitsError, NoRoomError
 from specdec_lab.sampling import NON_FINITE, SamplingParams, TokenChooser
 from specdec_lab.stopping import FinishReason, StopRule
 from specdec_lab.target import Target, TargetOutput
@@ -163,20 +163,29 @@ def speculative_decode(
 
     Yields:
         Committed tokens as they come. Time that the consumer spends between two of them is not counted.
+
+    Raises:
+        InputError: a batch of no rows.
+        DrafterError: the strategy broke a promise.
+        RuntimeError: another decode took the target's cache before this one had ended.
     """
+    if batch_size < 1:
+        raise InputError("batch_size", batch_size, "give a whole number of at least 1")
     watch = stopwatch or Stopwatch()
     choose = TokenChooser(sampling)
     target.allocate(batch_size, max((_tokens_needed(target, r) for r in requests), default=0), drafter.max_nodes)
+    lease = target.lease
     waiting, free = deque(enumerate(requests)), list(reversed(range(batch_size)))
     active: dict[int, _Sequence] = {}
     elapsed = 0.0  # wall time spent in the loop, in seconds
     while waiting or active:
         while waiting and free:
+            _check_lease(target, lease)
             index, request = waiting.popleft()
             try:
                 with watch.lap() as parts:
                     sequence = _start(target, drafter, index, request, free[-1], choose, watch)
-            except (NoRoomError, NonFiniteLogitsError) as error:
+            except (InputError, NoRoomError, NonFiniteLogitsError) as error:
                 target.reset(free[-1], clear=True)
                 yield Progress(index, (), Generation(request, error=str(error)))
                 continue
@@ -187,6 +196,7 @@ def speculative_decode(
             yield from _report(target, sequence, tuple(sequence.output), elapsed, active, free)
         if not active:
             continue
+        _check_lease(target, lease)
         with watch.lap() as parts:
             with watch.part("draft"):
                 trees = _propose(drafter, active)
@@ -213,6 +223,12 @@ def speculative_decode(
             yield from _report(target, sequence, verdicts[row].new_tokens, elapsed, active, free)
 
 
+def _check_lease(target: Target, lease: int) -> None:
+    """Refuse to go on in a cache that another decode has emptied while this one waited for its consumer."""
+    if target.lease != lease:
+        raise RuntimeError(f"another decode has taken the cache of {target.name}; finish one before the next begins")
+
+
 def _tokens_needed(target: Target, request: Request) -> int:
     """Return the cache slots that a request can come to use; 0 if it will be refused."""
     limit = target.max_length
@@ -237,6 +253,9 @@ def _start(
         raise NoRoomError("the prompt has no tokens; give at least one")
     if limit is not None and len(prompt) >= limit:
         raise NoRoomError(f"the prompt has {len(prompt)} tokens and the target {limit} positions; shorten the prompt")
+    if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
+        strange = next(token for token in prompt if not 0 <= token < target.vocab_size)
+        raise InputError("prompt_ids", strange, f"token ids run from 0 to {target.vocab_size - 1}")
     budget = request.max_new_tokens if limit is None else min(request.max_new_tokens, limit - len(prompt))
     rule = StopRule(budget, target.eos_ids, request.stop, target.tokenizer)
     target.reset(row)
@@ -260,8 +279,10 @@ def _propose(drafter: Drafter, active: dict[int, _Sequence]) -> dict[int, DraftT
     contexts = {row: s.context for row, s in active.items() if s.max_depth > 0}
     for row, context in contexts.items():
         context.max_depth = active[row].max_depth
+    if not contexts:
+        return trees
+    name, vocab_size = type(drafter).__name__, drafter.target.vocab_size
     for context, tree in zip(contexts.values(), drafter.propose_batch(list(contexts.values())), strict=True):
-        name = type(drafter).__name__
         if tree.tokens[0] != context.tokens[-1]:
             raise DrafterError(f"{name} rooted its tree at {tree.tokens[0]}, not at {context.tokens[-1]}")
         if tree.depth > context.max_depth or len(tree) > drafter.max_nodes:
@@ -269,6 +290,8 @@ def _propose(drafter: Drafter, active: dict[int, _Sequence]) -> dict[int, DraftT
                 f"{name} proposed {len(tree)} nodes at depth {tree.depth}; "
                 f"it may propose {drafter.max_nodes} at depth {context.max_depth}"
             )
+        if max(tree.tokens) >= vocab_size:
+            raise DrafterError(f"{name} proposed token {max(tree.tokens)}; the target's ids end at {vocab_size - 1}")
         trees[context.row] = tree
     return trees
 
@@ -278,17 +301,26 @@ def _walk(
 ) -> dict[int, tuple[tuple[int, ...], int]]:
     """Return path and next token per row; a row whose logits are not finite is missing."""
     walks: dict[int, tuple[tuple[int, ...], int]] = {}
-    token_at = choose.round(output)
-    for row, tree in trees.items():
-        tokens, key = active[row].context.tokens, active[row].request.noise_key
-
-        def target_token(node: int, row: int = row, tree: DraftTree = tree, tokens: Sequence[int] = tokens) -> int:
-            history = [*tokens, *(tree.tokens[at] for at in tree.path_to(node)[1:])] if choose.samples else tokens
-            return token_at[row](node, history, key)
-
+    for row, token_at in choose.round(output).items():
         with suppress(NonFiniteLogitsError):
-            walks[row] = follow(tree, target_token)
+            walks[row] = follow(trees[row], _target_token(trees[row], active[row], token_at, choose.samples))
     return walks
+
+
+def _target_token(
+    tree: DraftTree,
+    sequence: _Sequence,
+    token_at: Callable[[int, Sequence[int], tuple[object, ...]], int],
+    needs_history: bool,
+) -> Callable[[int], int]:
+    """Return ``node -> target's token after it``, which sees all committed tokens and the path to the node."""
+    tokens, key = sequence.context.tokens, sequence.request.noise_key
+
+    def target_token(node: int) -> int:
+        history = [*tokens, *(tree.tokens[at] for at in tree.path_to(node)[1:])] if needs_history else tokens
+        return token_at(node, history, key)
+
+    return target_token
 
 
 def _cut(sequence: _Sequence, tree: DraftTree, walk: tuple[tuple[int, ...], int]) -> _Verdict:

@@ -37,7 +37,7 @@ SLOT_BOUND_MODELS = {
     "doge": "its attention drops keys by their number of cache slots",
     "gpt_neo": "its local layers window by cache slot",
 }
-"""Models with a window that no mask can move to positions; short texts, and so the set-up's own check, do not show it."""
+"""Models with a window that no mask can move to positions; the set-up's own check is too short to show it."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,9 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Where token ids go in and logits come out."""
-        return self.model.get_input_embeddings().weight.device
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -269,7 +271,7 @@ class Target:
             getattr(self.tokenizer, "eos_token_id", None),
         ]
         ids = {token for value in stated for token in (value if isinstance(value, list) else [value])}
-        return frozenset(ids - {None})
+        return frozenset(token for token in ids if token is not None)
 
     @property
     def parameter_count(self) -> int:

@@ -21,7 +21,7 @@ export HF_DATASETS_OFFLINE ?= 1
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' $(MAKEFILE_LIST) | column -t -s :
+	@sed -n 's/^\([a-z-]*\):.*## */\1:/p' $(MAKEFILE_LIST) | awk -F: '{printf "%-13s%s\n", $$1, $$2}'
 
 install: $(INSTALLED)  ## make the virtual environment .venv
 

@@ -120,6 +120,9 @@ def track_summary(
             log.warning("W&B has no full run of %s (%s); the files are complete.", entry["name"], _sentence(outcome))
         else:
             folders.append(outcome)
+    if folders:
+        sent = "" if settings.mode == "online" else f"; send them with: wandb sync {run_dir}/wandb/offline-run-*"
+        log.info("W&B has %d runs in group %s%s", len(folders), settings.group, sent)
     return folders
 
 

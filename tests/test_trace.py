@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_module
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from specdec_lab.bench.command import plain_config
 from specdec_lab.bench.trace import (
     TokenOrigin,
     attribute_tokens,
@@ -20,7 +24,9 @@ from specdec_lab.bench.trace import (
     token_text,
     tokens_of_round,
 )
+from specdec_lab.bench.trace_command import TraceSettings, plan_trace, trace_answer
 from specdec_lab.bench.trace_view import Trace, render_trace, write_html
+from specdec_lab.config import register_drafters
 from specdec_lab.decode import Generation, Request, Round, speculative_decode
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.base import Drafter
@@ -28,6 +34,8 @@ from specdec_lab.drafters.ngram import NgramDrafter
 from specdec_lab.errors import InputError
 from specdec_lab.targets.tiny import load_tiny
 from tests.sample_tokenizers import byte_fallback, byte_level
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -212,3 +220,77 @@ def test_the_page_needs_no_other_file(tmp_path: Path):
     assert "background-color: #d3f0dc" in html
     with pytest.raises(InputError, match=r"html=.*cannot be written"):
         write_html(lettered(LETTERS), tmp_path / "missing" / "trace.html")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def composed(*overrides: str) -> dict:
+    register_drafters()
+    with initialize_config_module("specdec_lab.conf", version_base="1.3"):
+        return plain_config(compose("trace", overrides=["target=tiny", *overrides]))
+
+
+def test_the_file_states_every_setting_with_its_default():
+    """A file and its model cannot drift apart."""
+    plain = composed()
+    assert TraceSettings(**{name: plain[name] for name in TraceSettings.model_fields}) == TraceSettings()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategy=ngramm"], r"strategy='ngramm': there is no strategy of that name \(did you mean ngram\?\)"),
+        (["strategy=null"], r"strategy=None"),
+        (["prompt="], r"prompt=''"),
+        (["question_id=nobody"], r"question_id='nobody': .* has no such question"),
+        (["question_id=1", "prompt=hi"], r"question_id='1': a prompt is given as well"),
+        (["round=0"], r"round=0"),
+        (["html=no/such/folder/x.html"], r"html='no/such/folder/x.html'"),
+        (["max_new_tokens=0"], r"max_new_tokens=0"),
+        (["drafter.ngram.k=0"], r"drafter\.ngram\.k=0"),
+    ],
+)
+def test_bad_input_is_refused_before_a_model_loads(overrides: list[str], message: str):
+    with pytest.raises(InputError, match=message):
+        plan_trace(composed(*overrides))
+
+
+def test_a_prompt_with_a_comma_reaches_the_model_whole():
+    """Guards CL-01: Hydra must not cut or split the text."""
+    plan = plan_trace(composed('prompt="a, b: c"'))
+    assert plan.prompt.turns == ("a, b: c",)
+
+
+def test_the_totals_are_the_benchmarks_counters():
+    """No number of the trace is defined a second time, and all agree with the drawn rounds."""
+    plan = plan_trace(composed("prompt=the cat and the cat and the cat", "drafter.ngram.min_ngram=1"))
+    trace = trace_answer(plan)
+    rounds = trace.generation.rounds
+    assert trace.totals["output_tokens"] == len(trace.generation.output_ids)
+    assert trace.totals["accepted"] == sum(one.accepted for one in rounds)
+    accepted, bonus = trace.totals["accepted"], trace.totals["bonus"]
+    assert isinstance(accepted, int)
+    assert isinstance(bonus, int)
+    assert trace.totals["mean_acceptance_length"] == (accepted + bonus) / len(rounds)
+
+
+def script(*overrides: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "trace.py"), "target=tiny", *overrides]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_script_draws_into_a_pipe_and_writes_a_page_where_it_was_started(tmp_path: Path):
+    """Guards CL-04: a relative path is the launch folder's, and nothing but the page is written there."""
+    done = script("max_new_tokens=12", "drafter.ngram.min_ngram=1", "html=page.html", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert re.search(r"output_tokens +12", done.stdout)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_the_script_refuses_in_one_sentence(tmp_path: Path):
+    done = script("max_new_tokens=4", "round=99", folder=tmp_path)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: round=99: this answer has rounds 1 to \d+\n", done.stderr)
+    assert done.stdout == ""

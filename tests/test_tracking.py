@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -322,3 +323,34 @@ def test_the_configuration_of_a_run_is_plain() -> None:
     found = run_config(summary, summary["strategies"][0], {str(k): v for k, v in config.items()})
     assert json.loads(json.dumps(found)) == found
     assert found["strategy_config"] == {"k": 4, "token": HIDDEN}
+
+
+def test_the_benchmark_tracks_what_it_writes(tmp_path: Path) -> None:
+    """Guards TK-05: the whole command without a network; both runs say what summary.json and summary.csv say."""
+    run_dir = tmp_path / "run"
+    script = str(Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py")
+    overrides = ["target=tiny", "tracking=wandb", "strategies=[ngram]", "prompts.limit=2", "max_new_tokens=8"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    marker = uuid.uuid4().hex
+    done = subprocess.run(
+        [*without_network(), sys.executable, script, *overrides, f"hydra.run.dir={run_dir}"],
+        env={**clean, "HOME": str(tmp_path), "SPECDEC_TEST_MARKER": marker},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(alive(marker))
+    summary = json.loads((run_dir / "summary.json").read_text())
+    entries = {entry["name"]: entry for entry in summary["strategies"]}
+    with (run_dir / "summary.csv").open(newline="") as stream:
+        columns = {line["name"]: {name for name, value in line.items() if value} for line in csv.DictReader(stream)}
+    seen = {one["config"]["strategy"]: one for one in map(overview, (run_dir / "wandb").glob("offline-run-*"))}
+    assert set(seen) == set(entries) == {"autoregressive", "ngram"}
+    for name, run in seen.items():
+        expected = {field: value for field, value in scalars(entries[name]) if value is not None}
+        assert expected.keys() == columns[name]
+        assert {field: run["summary"].get(field) for field in expected} == expected
+        assert run["config"]["settings"]["max_new_tokens"] == 8
+        assert run["exit_code"] == 0

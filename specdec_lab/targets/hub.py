@@ -9,11 +9,11 @@ from specdec_lab.targets import loading
 
 def load_hub(
     model: str | None = None,
-    dtype: str = "auto",
+    dtype: loading.Dtype = "auto",
     device: str = "auto",
     revision: str | None = None,
     exact: Exact = "off",
-    attention: str = "auto",
+    attention: loading.Attention = "auto",
     trust_remote_code: bool = False,
     device_map: loading.DeviceMap | None = None,
     tp_plan: str | None = None,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -20,13 +20,17 @@ from specdec_lab.attention import PACKED_ATTENTION
 from specdec_lab.errors import InputError, UnsupportedModelError
 from specdec_lab.target import Exact, Target, refuse_unsupported
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+Attention = Literal["auto", "packed", "sdpa", "eager"]
+
+DeviceMap = str | dict[str, int | str]
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ATTENTION = {"packed": PACKED_ATTENTION, "sdpa": "sdpa", "eager": "eager"}
 
 PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
-
-DeviceMap = str | dict[str, int | str]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -227,7 +231,9 @@ def read_config(source: ModelSource) -> Any:
         raise UnsupportedModelError(f"target.model={source.shown!r} is not supported: {reason}")
     weights = getattr(config, "transformers_weights", None)
     if weights is not None and not str(weights).endswith((".safetensors", ".safetensors.index.json")):
-        raise InputError("target.model", source.shown, f"config.json names {weights}, which is a pickle, {_NO_PICKLE}")
+        raise InputError(
+            "target.model", source.shown, f"its config names {weights}, which is a pickle, {_NO_PICKLE}"
+        )
     return config
 
 

@@ -52,11 +52,11 @@ log = logging.getLogger(__name__)
 
 def load_smollm2_135m(
     model: str | None = MODEL,
-    dtype: str = "auto",
+    dtype: loading.Dtype = "auto",
     device: str = "auto",
     revision: str | None = GGUF_SHA256,
     exact: Exact = "off",
-    attention: str = "auto",
+    attention: loading.Attention = "auto",
 ) -> Target:
     """Load SmolLM2-135M-Instruct; the first call builds the cache, later ones take a few seconds.
 

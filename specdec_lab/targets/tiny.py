@@ -41,11 +41,11 @@ CHAT_TEMPLATE = (
 
 def load_tiny(
     model: str | None = MODEL,
-    dtype: str = "float32",
+    dtype: loading.Dtype = "float32",
     device: str = "auto",
     revision: str | None = None,
     exact: Exact = "off",
-    attention: str = "auto",
+    attention: loading.Attention = "auto",
     seed: Annotated[int, Field(ge=0)] = 0,
     max_positions: Annotated[int, Field(ge=8)] = 8192,
 ) -> Target:

@@ -10,6 +10,7 @@ from specdec_lab.decode import GREEDY, Generation, Progress, Request, speculativ
 from specdec_lab.drafters.base import Drafter
 from specdec_lab.errors import InputError, SpecdecError
 from specdec_lab.sampling import SamplingParams
+from specdec_lab.stopping import check_stop
 from specdec_lab.target import Target
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -73,9 +74,7 @@ def generate(
     """
     if max_new_tokens < 1:
         raise InputError("max_new_tokens", max_new_tokens, "give a whole number of at least 1")
-    if any(not text for text in stop):
-        raise InputError("stop", list(stop), "an empty string would stop every answer at once; leave it out")
-    request = Request(prompt_ids(target, prompt), max_new_tokens, tuple(stop), logprobs=logprobs)
+    request = Request(prompt_ids(target, prompt), max_new_tokens, check_stop(stop), logprobs=logprobs)
     events = _checked(speculative_decode(target, drafter, [request], sampling=sampling))
     if stream:
         return events

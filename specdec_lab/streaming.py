@@ -49,7 +49,9 @@ class Detokenizer:
             return self._settle(len(self._pending), whole)
         before = self._decode(self._left + self._pending[:-1])
         own = self._decode([token])
-        if own and before + own == whole:  # the token does not continue the character before it
+        if not own and before == whole:  # a special token that transformers does not know of
+            self._pending.pop()
+        elif own and before + own == whole:  # the token does not continue the character before it
             return self._settle(len(self._pending) - 1, before)
         return ""
 

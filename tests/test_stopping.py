@@ -151,7 +151,6 @@ class Replay(Drafter):
 
 @cache
 def target() -> Target:
-    torch.set_num_threads(1)  # so small a model is slower on more
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=56,  # every letter of the tokenizer, none of its special tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,8 @@ def log_to(path: Path, console: Console) -> Iterator[None]:
         root.setLevel(level)
         for handler in handlers:
             root.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # what a full disk did not take is lost
+                handler.close()
 
 
 class _PatientFileHandler(logging.FileHandler):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ class RowKey(NamedTuple):
     """What identifies a row: one per strategy, prompt, turn and repeat."""
 
     strategy: str
-    question_id: Hashable
+    question_id: int | str
     turn: int
     repeat: int
 

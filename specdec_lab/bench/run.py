@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -100,12 +101,15 @@ def run_rows(
     """
     contexts = Contexts(strategies[0].target, requests)
     check_same_prompts(plan, strategies, requests, contexts)
-    allocate_once(plan, strategies)
+    allocate(plan, strategies, cache_tokens(strategies[0].target, plan.prompts.prompts, plan.settings.max_new_tokens))
     by_name = {strategy.name: strategy for strategy in strategies}
     for strategy in strategies:
         warm_up(strategy, plan)
     settings = plan.settings
     for block in blocks(plan.prompts.prompts, tuple(by_name), settings.repeats, settings.batch_size):
+        ids = [contexts.get(prompt, block.turn, block.repeat) for prompt in block.prompts]
+        longest = max((len(one) for one in ids if not isinstance(one, str)), default=0)
+        allocate(plan, strategies, longest + settings.max_new_tokens)
         for name in block.order:
             for row in _rows_of_block(by_name[name], block, plan, requests, contexts, clock):
                 requests.append(row)
@@ -140,32 +144,33 @@ def check_same_prompts(plan: RunPlan, strategies: Sequence[Strategy], requests: 
             raise InputError("prompts.path", plan.prompts.source, f"question {key.question_id} differs; {remedy}")
 
 
-def allocate_once(plan: RunPlan, strategies: Sequence[Strategy]) -> None:
-    """Give each target its cache at the final size, so that no request of the run has to wait for a larger one."""
-    tokens = cache_tokens(strategies[0].target, plan.prompts.prompts, plan.settings.max_new_tokens)
+def allocate(plan: RunPlan, strategies: Sequence[Strategy], tokens: int) -> None:
+    """Give each target a cache for any strategy's request of ``tokens`` tokens; one that is large enough is kept.
+
+    So no strategy has to wait for a larger one while it decodes, and all run on caches of one size.
+    """
     nodes = max(strategy.drafter.max_nodes for strategy in strategies)
     for strategy in strategies:
-        strategy.target.allocate(plan.settings.batch_size, tokens, nodes)
+        limit = strategy.target.max_length
+        strategy.target.allocate(plan.settings.batch_size, tokens if limit is None else min(tokens, limit), nodes)
 
 
 def cache_tokens(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> int:
-    """Return an upper bound of prompt and answer tokens over all turns.
+    """Estimate the most prompt and answer tokens over all turns, so that the cache is allocated once at its final size.
 
-    Earlier answers are not known yet. Their text is tokenised anew, which can take a few tokens more than the answer
-    had, so each is counted a quarter longer than it can get; a request that still needs more gets a larger cache then.
+    Earlier answers are not known yet, and their text is tokenised anew, which can take some more tokens than the
+    answer had. Each is counted a quarter longer than it can get; where that falls short, ``allocate`` grows the cache
+    between two blocks.
     """
     answer = max_new_tokens + max_new_tokens // 4 + 8
-    longest = 1
+    longest = 0
     for prompt in prompts:
         for turn in range(len(prompt.turns)):
-            try:
+            with suppress(Exception):  # a prompt that cannot be rendered will be a failed row
                 length = len(render(target, prompt, [""] * turn)) + turn * answer
-            except Exception:  # this prompt will be a failed row
-                continue
-            limit = target.max_length
-            if limit is None or length < limit:
-                longest = max(longest, length + max_new_tokens)
-    return longest if target.max_length is None else min(longest, target.max_length)
+                if target.max_length is None or length < target.max_length:
+                    longest = max(longest, length)
+    return longest + max_new_tokens
 
 
 def warm_up(strategy: Strategy, plan: RunPlan) -> None:

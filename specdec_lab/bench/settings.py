@@ -158,7 +158,12 @@ def _plan_strategy(name: str, node: Mapping[str, Any]) -> StrategyPlan:
     for field, value in parameters.items():
         if value == MISSING:
             raise InputError(f"{where}.{field}", value, "this strategy needs a value here; give one")
-    return StrategyPlan(name, drafter_class, check_arguments(drafter_class, parameters, where))
+    checked = check_arguments(drafter_class, parameters, where)
+    try:
+        drafter_class.check_parameters(**checked)
+    except InputError as error:
+        raise InputError(f"{where}.{error.field}", error.value, error.remedy) from None
+    return StrategyPlan(name, drafter_class, checked)
 
 
 def _node(value: Any, where: str) -> Mapping[str, Any]:

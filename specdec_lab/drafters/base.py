@@ -86,6 +86,17 @@ class Drafter(ABC):
         self.target = target
         self.max_nodes = max_nodes
 
+    @classmethod  # noqa: B027 (empty because most strategies have nothing to add)
+    def check_parameters(cls, **parameters: Any) -> None:
+        """Refuse parameters that are fine one by one but not together; called before a target is loaded.
+
+        Args:
+            parameters: every parameter but the target, by name, of the annotated types.
+
+        Raises:
+            InputError: with the parameter's bare name as its field.
+        """
+
     @abstractmethod
     def propose(self, context: DraftContext) -> DraftTree:
         """Return a tree rooted at ``context.tokens[-1]``, at most ``context.max_depth`` deep."""

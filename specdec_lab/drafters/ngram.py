@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -42,11 +42,16 @@ class NgramDrafter(Drafter):
         occurrences: Annotated[int, Field(ge=1, le=1024)] = 8,
     ) -> None:
         super().__init__(target, max_nodes=max_nodes)
-        if min_ngram > max_ngram:
-            raise InputError("ngram.min_ngram", min_ngram, f"give at most max_ngram, which is {max_ngram}")
+        self.check_parameters(min_ngram=min_ngram, max_ngram=max_ngram)
         self.k, self.branches, self.occurrences = k, branches, occurrences
         self.eos_ids = target.eos_ids
         self.lengths = range(max_ngram, min_ngram - 1, -1)
+
+    @classmethod
+    def check_parameters(cls, *, min_ngram: int, max_ngram: int, **others: Any) -> None:
+        """Refuse a shortest suffix that is longer than the longest."""
+        if min_ngram > max_ngram:
+            raise InputError("min_ngram", min_ngram, f"give at most max_ngram, which is {max_ngram}")
 
     def propose(self, context: DraftContext) -> DraftTree:
         """Return the best continuations of the current suffix; the root alone if it never occurred before."""

@@ -83,6 +83,7 @@ def test_a_full_disk_is_one_sentence():
 
 def test_tracebacks_go_to_the_log_file_only(tmp_path: Path):
     """The console shows one line; a log that cannot be written does not disturb the run."""
+    handlers = list(logging.getLogger().handlers)
     console = Console(record=True, width=200, file=(tmp_path / "console").open("w"))
     with log_to(tmp_path / "benchmark.log", console):
         try:
@@ -95,4 +96,4 @@ def test_tracebacks_go_to_the_log_file_only(tmp_path: Path):
     assert "Traceback" not in shown
     with log_to(Path("/dev/full"), console):
         logging.getLogger("somewhere").warning("still going")
-    assert not [h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
+    assert logging.getLogger().handlers == handlers

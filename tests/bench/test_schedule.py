@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from specdec_lab.bench.prompts import Prompt
-
 from specdec_lab.bench.schedule import blocks
 
 PROMPTS = [Prompt(1, "a", ("x", "y")), Prompt(2, "a", ("x",)), Prompt(3, "b", ("x", "y", "z"))]

@@ -231,9 +231,7 @@ def read_config(source: ModelSource) -> Any:
         raise UnsupportedModelError(f"target.model={source.shown!r} is not supported: {reason}")
     weights = getattr(config, "transformers_weights", None)
     if weights is not None and not str(weights).endswith((".safetensors", ".safetensors.index.json")):
-        raise InputError(
-            "target.model", source.shown, f"its config names {weights}, which is a pickle, {_NO_PICKLE}"
-        )
+        raise InputError("target.model", source.shown, f"its config names {weights}, which is a pickle, {_NO_PICKLE}")
     return config
 
 
@@ -292,7 +290,8 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> PreTrainedTokenizerB
         tokenizer = AutoTokenizer.from_pretrained(source.location, **source.arguments())
     except Exception as error:
         raise _load_error(source, "tokenizer", error) from error
-    special = set(tokenizer.all_special_ids)  # padding tokens added later often have no row, and are never fed
+    # Special tokens that were added later, for padding say, often have no row, and are never fed.
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     largest = max((index for index in tokenizer.get_vocab().values() if index not in special), default=0)
     if largest >= vocab_size:
         remedy = (

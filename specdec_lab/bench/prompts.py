@@ -58,7 +58,7 @@ class PromptSet:
 
 
 def load_prompts(
-    path: str | None = None, limit: int | None = None, categories: Sequence[str] | None = None
+    path: str | None = None, limit: int | None = None, categories: str | Sequence[str] | None = None
 ) -> PromptSet:
     """Read a prompt file and choose from it.
 
@@ -71,13 +71,15 @@ def load_prompts(
         path: the file, relative to the current folder (under Hydra, let the caller go to the folder of the launch or
             use ``to_absolute_path``); ``None`` takes the package's own prompts.
         limit: at most this many, from the start of the file, counted after ``categories``; ``None`` takes all.
-        categories: only these; ``None`` takes all.
+        categories: only these, or only this one; ``None`` takes all.
 
     Raises:
         InputError: names the file, and where it applies the line and the field.
     """
     if path == _MISSING:
-        raise InputError("prompts.path", path, "these prompts are not part of the package; give the file")
+        raise InputError(
+            "prompts.path", path, "these prompts do not come with the package; give their file, as prompts.path=FILE"
+        )
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise InputError("prompts.limit", limit, "give a whole number of at least 1, or null for all")
     if path is None:
@@ -200,11 +202,14 @@ def _checked_text(value: Any, field: str, kind: str) -> str:
     return value
 
 
-def _of_categories(prompts: tuple[Prompt, ...], categories: Sequence[str] | None, source: str) -> tuple[Prompt, ...]:
+def _of_categories(
+    prompts: tuple[Prompt, ...], categories: str | Sequence[str] | None, source: str
+) -> tuple[Prompt, ...]:
     if categories is None:
         return prompts
-    if isinstance(categories, str) or not categories:
-        raise InputError("prompts.categories", categories, "give a list such as [qa], or null for all")
+    categories = [categories] if isinstance(categories, str) else categories
+    if not categories:
+        raise InputError("prompts.categories", list(categories), "give at least one, as [qa,rag], or null for all")
     known = list(dict.fromkeys(prompt.category for prompt in prompts))
     for category in categories:
         if category not in known:

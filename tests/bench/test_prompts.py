@@ -184,11 +184,11 @@ def test_an_unknown_category_is_refused_with_those_there_are() -> None:
     assert all(kind in caught.value.remedy for kind in KINDS)
 
 
-@pytest.mark.parametrize("categories", ["qa", []])
-def test_categories_must_be_a_list_with_something_in_it(categories: Any) -> None:
-    """A bare name would be taken letter by letter."""
-    with pytest.raises(InputError, match=r"^prompts[.]categories="):
-        load_prompts(categories=categories)
+def test_one_category_needs_no_brackets() -> None:
+    """A bare name must not be taken letter by letter; no name at all is a mistake."""
+    assert load_prompts(categories="qa") == load_prompts(categories=["qa"])
+    with pytest.raises(InputError, match=r"^prompts[.]categories=\[\]"):
+        load_prompts(categories=[])
 
 
 def test_the_fingerprint_is_of_what_was_chosen(tmp_path: Path) -> None:

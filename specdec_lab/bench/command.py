@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
@@ -20,6 +21,7 @@ from specdec_lab.bench.console import result_console
 from specdec_lab.bench.settings import plan_run
 from specdec_lab.errors import InputError, SpecdecError
 
+MULTIRUN_FLAGS = ("-m", "--multirun")
 SUCCESS, REFUSED, ROWS_FAILED, INTERRUPTED = 0, 1, 3, 130
 
 
@@ -74,6 +76,7 @@ def run_hydra(main: Callable[[], None]) -> int:
     Hydra would print a traceback for some mistakes (a run folder that cannot be made) and its own exit code for
     others, so its exceptions are let through to here.
     """
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in MULTIRUN_FLAGS)  # Hydra takes no flag in between
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:

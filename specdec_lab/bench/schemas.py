@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
+from jsonschema.exceptions import ValidationError, best_match
+from jsonschema.validators import extend
 from referencing import Registry, Resource
 
 SCHEMA_VERSION = 1
 """Version of both files; it changes with them, together with a changelog entry."""
+
+TOKEN_ID = {"type": "integer", "minimum": 0}
 
 Kind = Literal["request", "summary"]
 
@@ -23,10 +26,20 @@ def load_schema(kind: Kind) -> dict[str, Any]:
     return json.loads((resources.files("specdec_lab") / "schemas" / f"{kind}.schema.json").read_text("utf-8"))
 
 
+def _items(validator: Any, items: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    """Check a list as jsonschema does; lists of token ids in one pass, since theirs would take 20 ms a row."""
+    if items == TOKEN_ID and isinstance(instance, list) and all(type(one) is int and one >= 0 for one in instance):
+        return
+    yield from Draft202012Validator.VALIDATORS["items"](validator, items, instance, schema)
+
+
+_Validator = extend(Draft202012Validator, {"items": _items})
+
+
 @cache
-def _validator(kind: Kind) -> Draft202012Validator:
+def _validator(kind: Kind) -> Any:
     request = Resource.from_contents(load_schema("request"))
-    return Draft202012Validator(load_schema(kind), registry=Registry().with_resource("request.schema.json", request))
+    return _Validator(load_schema(kind), registry=Registry().with_resource("request.schema.json", request))
 
 
 def fault(kind: Kind, document: Mapping[str, Any]) -> str | None:

@@ -129,3 +129,13 @@ def test_a_doubled_row_is_named(tmp_path: Path):
     path.write_text("".join(dumps("request", row(0)) + "\n" for _ in range(2)))
     with pytest.raises(InputError, match=r"line 2.*twice"):
         read_rows(path)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, None, "3"])
+def test_every_token_id_is_checked(value: object):
+    """The quick way through long lists lets nothing pass that the schema would not."""
+    ids = [*range(5000), value]
+    assert fault("request", row(prompt_ids=ids[:-1])) is None
+    found = fault("request", row(prompt_ids=ids))
+    assert found is not None
+    assert "prompt_ids[5000]" in found

@@ -8,9 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,33 @@ from specdec_lab.tracking import (
 FAKE_KEY = "a" * 40
 
 DRIVER = """
-import json, sys
+import json, logging, os, sys, time
 from pathlib import Path
 from specdec_lab import tracking
 from specdec_lab.errors import SpecdecError
-given = json.load(sys.stdin)
+
+class Kept(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+
 tracking.INIT_TIMEOUT = 1.0
-settings = tracking.TrackingSettings(**given["settings"])
-try:
-    folders = tracking.track_summary(given["summary"], given["rows"], given["config"], settings, Path(given["run_dir"]))
-except SpecdecError as error:
-    sys.exit(str(error))
-print(json.dumps([str(folder) for folder in folders]))
+tracking.log.addHandler(Kept(logging.WARNING))
+outcomes = {}
+for name, case in json.load(sys.stdin).items():
+    said, folders, refused = [], [], None
+    os.environ.update(case["env"])
+    settings = tracking.TrackingSettings(**case["settings"])
+    start = time.monotonic()
+    try:
+        run_dir = Path(case["run_dir"])
+        folders = tracking.track_summary(case["summary"], case["rows"], case["config"], settings, run_dir)
+    except SpecdecError as error:
+        refused = str(error)
+    seconds = time.monotonic() - start
+    outcomes[name] = {"folders": list(map(str, folders)), "refused": refused, "said": said, "seconds": seconds}
+    for key in case["env"]:
+        del os.environ[key]
+print(json.dumps(outcomes))
 """
 
 
@@ -106,6 +122,7 @@ def benchmark(*strategies: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return summary, rows
 
 
+@cache
 def without_network() -> list[str]:
     """The command that runs another one in an empty network namespace, where the machine allows that."""
     unshare = shutil.which("unshare")
@@ -114,27 +131,82 @@ def without_network() -> list[str]:
     return []
 
 
-def track(
-    tmp_path: Path,
-    summary: dict[str, Any],
-    rows: list[dict[str, Any]],
-    settings: dict[str, Any] | None = None,
-    config: dict[str, Any] | None = None,
-    env: dict[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Track in a process of its own, without a network; no process of it may be alive afterwards."""
-    run_dir = tmp_path / "demo"
-    run_dir.mkdir(exist_ok=True)
-    given = {"summary": summary, "rows": rows, "config": config or {"seed": 0}, "settings": settings or {}}
+@dataclass(frozen=True)
+class Case:
+    """What one call of the tracker is given."""
+
+    strategies: tuple[str, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=lambda: {"seed": 0})
+    env: dict[str, str] = field(default_factory=dict)
+    broken: str | None = None
+
+    def inputs(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        summary, rows = benchmark(*self.strategies)
+        for entry in summary["strategies"]:
+            if entry["name"] == self.broken:
+                del entry["acceptance_by_depth"]
+        return summary, rows
+
+
+CASES = {
+    "two": Case(("autoregressive", "ngram"), {"tags": ["demo"]}),
+    "middle_fails": Case(("autoregressive", "ngram", "ngram_tree"), broken="ngram"),
+    "secrets": Case(
+        ("autoregressive",),
+        config={"target": {"hf_token": "open-sesame-1"}, "note": "made with open-sesame-2", "max_new_tokens": 64},
+        env={"HF_TOKEN": "open-sesame-2"},
+    ),
+    "online_without_key": Case(("autoregressive",), {"mode": "online"}),
+    "online_without_network": Case(("autoregressive", "ngram"), {"mode": "online"}, env={"WANDB_API_KEY": FAKE_KEY}),
+}
+"""All run in one process, one after the other; a key stays known to it, so the case that has one comes last."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case."""
+
+    run_dir: Path
+    folders: list[Path]
+    refused: str | None
+    said: list[str]
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """The outcome of every case; no process of theirs is alive any more, and no traceback was shown."""
+    home = tmp_path_factory.mktemp("home")
+    given, run_dirs = {}, {}
+    for name, case in CASES.items():
+        run_dirs[name] = home / name / "demo"
+        run_dirs[name].mkdir(parents=True)
+        summary, rows = case.inputs()
+        given[name] = {"summary": summary, "rows": rows, "run_dir": str(run_dirs[name]), "config": case.config}
+        given[name] |= {"settings": case.settings, "env": case.env}
+    if not without_network():
+        del given["online_without_network"]
+    done = run_alone([sys.executable, "-c", DRIVER], home, json.dumps(given))
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    found = json.loads(done.stdout)
+    for outcome in found.values():
+        outcome["folders"] = [Path(folder) for folder in outcome["folders"]]
+    return {name: Outcome(run_dirs[name], **outcome) for name, outcome in found.items()}
+
+
+def run_alone(command: list[str], home: Path, given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run without a network and without W&B's variables; nothing that it started may outlive it."""
     marker = uuid.uuid4().hex
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     done = subprocess.run(
-        [*without_network(), sys.executable, "-c", DRIVER],
-        input=json.dumps({**given, "run_dir": str(run_dir)}),
-        env={**clean, "HOME": str(tmp_path), "SPECDEC_TEST_MARKER": marker, **(env or {})},
+        [*without_network(), *command],
+        input=given,
+        env={**clean, "HOME": str(home), "SPECDEC_TEST_MARKER": marker},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert not list(alive(marker))
@@ -169,16 +241,14 @@ def table(folder: Path, key: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def test_each_strategy_becomes_one_offline_run_with_the_numbers_of_the_summary(tmp_path: Path) -> None:
+def test_each_strategy_becomes_one_offline_run_with_the_numbers_of_the_summary(outcomes: dict[str, Outcome]) -> None:
     """Guards TK-02 and TK-05: no network is needed, nothing hangs, rows keep their own step axis, none is lost."""
-    summary, rows = benchmark("autoregressive", "ngram")
-    started = time.monotonic()
-    done = track(tmp_path, summary, rows, {"tags": ["demo"]})
-    assert time.monotonic() - started < 30
-    assert done.returncode == 0
-    assert done.stderr == ""
-    folders = [Path(folder) for folder in json.loads(done.stdout)]
-    assert sorted((tmp_path / "demo" / "wandb").glob("offline-run-*")) == sorted(folders)
+    summary, rows = CASES["two"].inputs()
+    outcome = outcomes["two"]
+    folders = outcome.folders
+    assert outcome.said == []
+    assert outcome.seconds < 30
+    assert sorted((outcome.run_dir / "wandb").glob("offline-run-*")) == sorted(folders)
     for folder, entry in zip(folders, summary["strategies"], strict=True):
         seen = overview(folder)
         assert (seen["exit_code"], seen["state"], seen["name"]) == (0, "finished", entry["name"])
@@ -214,56 +284,43 @@ def test_each_strategy_becomes_one_offline_run_with_the_numbers_of_the_summary(t
     assert [line[3] for line in depths] == by_depth["conditional"]
 
 
-def test_a_strategy_that_cannot_be_logged_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_a_strategy_that_cannot_be_logged_does_not_stop_the_others(outcomes: dict[str, Outcome]) -> None:
     """Guards TK-01: three runs in one process, the middle one fails; each keeps its own configuration and end."""
-    summary, rows = benchmark("autoregressive", "ngram", "ngram_tree")
-    del summary["strategies"][1]["acceptance_by_depth"]
-    done = track(tmp_path, summary, rows)
-    assert done.returncode == 0
-    assert len(json.loads(done.stdout)) == 2
-    assert done.stderr.splitlines() == [
-        "W&B has no full run of ngram (KeyError: 'acceptance_by_depth'); the files are complete."
-    ]
-    seen = [overview(folder) for folder in (tmp_path / "demo" / "wandb").glob("offline-run-*")]
+    outcome = outcomes["middle_fails"]
+    assert len(outcome.folders) == 2
+    assert outcome.said == ["W&B has no full run of ngram (KeyError: 'acceptance_by_depth'); the files are complete."]
+    seen = [overview(folder) for folder in (outcome.run_dir / "wandb").glob("offline-run-*")]
     ends = {one["config"]["strategy"]: (one["state"], one["exit_code"]) for one in seen}
     assert ends == {"autoregressive": ("finished", 0), "ngram": ("failed", 1), "ngram_tree": ("finished", 0)}
 
 
-def test_online_without_a_key_is_refused_at_once(tmp_path: Path) -> None:
+def test_online_without_a_key_is_refused_at_once(outcomes: dict[str, Outcome]) -> None:
     """Guards TK-05: no prompt and no wait; the sentence names the field and what to do."""
-    summary, rows = benchmark("autoregressive")
-    started = time.monotonic()
-    done = track(tmp_path, summary, rows, {"mode": "online"})
-    assert time.monotonic() - started < 15
-    assert done.returncode == 1
-    assert "tracking.mode='online': no API key is configured" in done.stderr
-    assert not (tmp_path / "demo" / "wandb").exists()
+    outcome = outcomes["online_without_key"]
+    assert outcome.refused is not None
+    assert outcome.refused.startswith("tracking.mode='online': no API key is configured; set WANDB_API_KEY")
+    assert outcome.seconds < 10
+    assert not list(outcome.run_dir.iterdir())
 
 
 @pytest.mark.skipif(not without_network(), reason="needs an empty network namespace")
-def test_runs_are_kept_offline_when_the_server_cannot_be_reached(tmp_path: Path) -> None:
+def test_runs_are_kept_offline_when_the_server_cannot_be_reached(outcomes: dict[str, Outcome]) -> None:
     """Guards TK-05: one bounded wait in all, one warning, and every run on disk with its numbers."""
-    summary, rows = benchmark("autoregressive", "ngram")
-    done = track(tmp_path, summary, rows, {"mode": "online"}, env={"WANDB_API_KEY": FAKE_KEY})
-    assert done.returncode == 0
-    assert done.stderr.count("W&B cannot be reached") == 1
-    assert "Traceback" not in done.stderr
-    folders = [Path(folder) for folder in json.loads(done.stdout)]
-    assert [overview(folder)["summary"]["rounds"] for folder in folders] == [4, 4]
+    outcome = outcomes["online_without_network"]
+    assert [sentence[:25] for sentence in outcome.said] == ["W&B cannot be reached (Co"]
+    assert [overview(folder)["summary"]["rounds"] for folder in outcome.folders] == [4, 4]
 
 
-def test_secrets_reach_no_file(tmp_path: Path) -> None:
+def test_secrets_reach_no_file(outcomes: dict[str, Outcome]) -> None:
     """A key in the configuration or the environment must not end up in a run that is shared."""
-    summary, rows = benchmark("autoregressive")
-    config = {"target": {"hf_token": "open-sesame-1"}, "note": "made with open-sesame-2", "max_new_tokens": 64}
-    done = track(tmp_path, summary, rows, config=config, env={"HF_TOKEN": "open-sesame-2"})
-    (folder,) = (Path(folder) for folder in json.loads(done.stdout))
+    outcome = outcomes["secrets"]
+    (folder,) = outcome.folders
     assert overview(folder)["config"]["settings"] == {
         "target": {"hf_token": HIDDEN},
         "note": f"made with {HIDDEN}",
         "max_new_tokens": 64,
     }
-    written = b"".join(path.read_bytes() for path in (tmp_path / "demo").rglob("*") if path.is_file())
+    written = b"".join(path.read_bytes() for path in outcome.run_dir.rglob("*") if path.is_file())
     assert len(written) > 1000
     assert b"sesame" not in written
 
@@ -330,18 +387,8 @@ def test_the_benchmark_tracks_what_it_writes(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     script = str(Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py")
     overrides = ["target=tiny", "tracking=wandb", "strategies=[ngram]", "prompts.limit=2", "max_new_tokens=8"]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    marker = uuid.uuid4().hex
-    done = subprocess.run(
-        [*without_network(), sys.executable, script, *overrides, f"hydra.run.dir={run_dir}"],
-        env={**clean, "HOME": str(tmp_path), "SPECDEC_TEST_MARKER": marker},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_alone([sys.executable, script, *overrides, f"hydra.run.dir={run_dir}"], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert not list(alive(marker))
     summary = json.loads((run_dir / "summary.json").read_text())
     entries = {entry["name"]: entry for entry in summary["strategies"]}
     with (run_dir / "summary.csv").open(newline="") as stream:

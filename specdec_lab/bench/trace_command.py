@@ -117,8 +117,8 @@ def trace_answer(plan: TracePlan) -> Trace:
         drafter = strategy.drafter_class(target, **strategy.parameters)
         ids, noise_key = render(target, prompt, []), (prompt.question_id, 0, 0)  # as in the benchmark's first repeat
         request = Request(ids, settings.max_new_tokens, settings.stop, noise_key)
-        *_, last = speculative_decode(target, drafter, [request], sampling=plan.run.sampling)
-    generation = last.generation
+        events = list(speculative_decode(target, drafter, [request], sampling=plan.run.sampling))
+    generation = events[-1].generation
     assert generation is not None
     if generation.error is not None:
         raise SpecdecError(generation.error)

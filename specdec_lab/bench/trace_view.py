@@ -116,13 +116,13 @@ def legend(coloured: bool, depth: int) -> Text:
         depth: deepest accepted draft, so that no colour is explained that does not occur.
     """
     if not coloured:
-        return Text("⟪first token, from the prefill⟫ ⟦accepted drafts│one per│depth⟧ the target's own tokens")
+        return Text("⟪prefill's token⟫ ⟦accepted drafts│by│depth⟧ target's own tokens")
     text = Text(" ")
-    text.append(" first token, from the prefill ", style=PREFILL_STYLE)
+    text.append(" prefill ", style=PREFILL_STYLE)
     text.append("  ")
-    text.append(" target's own token ", style=BONUS_STYLES[0])
+    text.append(" target's own ", style=BONUS_STYLES[0])
     if depth:
-        text.append("   accepted draft at depth ")
+        text.append("  accepted draft, by depth ")
     for at in range(min(depth, len(DRAFT_STYLES))):
         text.append(f" {at + 1}{'+' if at + 1 == len(DRAFT_STYLES) < depth else ''} ", style=DRAFT_STYLES[at])
     return text

@@ -19,6 +19,14 @@ from transformers.masking_utils import sdpa_mask
 PACKED_ATTENTION = "specdec_packed"
 
 
+def causal_mark(device: torch.device) -> Tensor:
+    """Return the mask of one entry, ``[1, 1, 1, 1]``, that stands for plain causal attention in ``packed_attention``.
+
+    A real mask would be read for every head and would hide from the kernel that half of the scores are not needed.
+    """
+    return torch.zeros(1, 1, 1, 1, device=device)
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -36,7 +44,8 @@ def packed_attention(
         key: ``[rows, kv_heads, slots, head_dim]``.
         value: ``[rows, kv_heads, slots, value_dim]``.
         attention_mask: additive or bool, ``[rows, 1, queries, slots]``, or already repeated per group,
-            ``[rows, 1, groups * queries, slots]``. ``None`` leaves the call to the stock function.
+            ``[rows, 1, groups * queries, slots]``. ``None``, or ``causal_mark`` for a prompt in an empty row, leaves
+            the call to the stock function, which is causal then.
         scaling: factor on the scores before the softmax.
 
     Returns:
@@ -48,7 +57,7 @@ def packed_attention(
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{PACKED_ATTENTION} has no {name}; load this model with attention=eager")
-    if attention_mask is None:
+    if attention_mask is None or (attention_mask.numel() == 1 and query.shape[2] > 1):
         return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, **kwargs)
     rows, query_heads, queries, head_dim = query.shape
     kv_heads = key.shape[1]

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -139,7 +140,9 @@ def sampled_token(
         NonFiniteLogitsError: the row holds NaN, or no token is left with a finite logit.
     """
     ids = torch.tensor([list(history)], device=logits.device)
-    scores = processors(ids, logits.float()[None].clone())[0]  # [vocab]
+    scores = processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, logits.float()[None].clone()))[
+        0
+    ]  # [vocab]
     noisy = scores + gumbel_noise(scores.shape[0], seed, key, scores.device)
     token = int(noisy.argmax())
     if not bool(noisy[token].isfinite()):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec_lab.attention import PACKED_ATTENTION
+from specdec_lab.attention import PACKED_ATTENTION, causal_mark
 from specdec_lab.errors import NoRoomError, UnsupportedModelError
 from specdec_lab.tree import DraftTree, chain
 
@@ -30,6 +30,9 @@ KV_MULTIPLE = 512
 
 PREFILL_CHUNK = 512
 """Prompt tokens per prefill forward; chunk borders depend on the prompt alone."""
+
+CAUSAL_CHUNK = 4096
+"""Prompt tokens of the first prefill forward where it needs no mask, which is a quarter faster at this length."""
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -288,9 +291,9 @@ class Target:
         """Bytes of the allocated cache buffers."""
         return 0 if self._cache is None else self._cache.bytes
 
-    def set_attention(self, implementation: str) -> None:
+    def set_attention(self, implementation: str | None) -> None:
         """Switch the model's attention function, through transformers' own method; masks follow."""
-        self.model.set_attn_implementation(implementation)
+        self.model.set_attn_implementation(implementation or "eager")
         refuse_unsupported(self.model)
         self._groups = self._query_groups()
 
@@ -356,11 +359,15 @@ class Target:
         if len(tokens) > self.cache.capacity:
             raise NoRoomError(f"the prompt has {len(tokens)} tokens, the row {self.cache.capacity} slots")
         logits, parts = torch.empty(0), []
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            part = tokens[start : start + PREFILL_CHUNK]
-            logits, features = self._forward({row: chain(part[0], part[1:])}, feature_layers, last_logits_only=True)
+        start = 0
+        while start < len(tokens):
+            causal = start == 0 and self._prefills_causally
+            part = tokens[start : start + (CAUSAL_CHUNK if causal else PREFILL_CHUNK)]
+            tree = {row: chain(part[0], part[1:])}
+            logits, features = self._forward(tree, feature_layers, last_logits_only=True, causal=causal)
             parts.append({layer: states[:, : len(part)] for layer, states in features.items()})
-            self._lengths[row] += len(part)
+            start += len(part)
+            self._lengths[row] = start
         joined = {layer: torch.cat([part[layer] for part in parts], dim=1) for layer in feature_layers}
         return TargetOutput(logits, joined, {row: 0}, {row: len(tokens)})
 
@@ -403,7 +410,12 @@ class Target:
     # --- one forward ------------------------------------------------------------------------------------------------
 
     def _forward(
-        self, trees: Mapping[int, DraftTree], feature_layers: Sequence[int], *, last_logits_only: bool = False
+        self,
+        trees: Mapping[int, DraftTree],
+        feature_layers: Sequence[int],
+        *,
+        last_logits_only: bool = False,
+        causal: bool = False,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         first, last = min(trees), max(trees) + 1
         width = self._padded_nodes(max(len(tree) for tree in trees.values()))
@@ -422,7 +434,8 @@ class Target:
             tokens[at] = tree.tokens[0]  # padding is a token of the row's own text: token 0 could embed to NaN
             tokens[at, : len(tree)] = torch.tensor(tree.tokens)
             positions[at, : len(tree)] = torch.tensor(tree.depths) + starts[at]
-            blocks.append(tree.ancestor_mask())
+            blocks.append(None if causal else tree.ancestor_mask())
+        masks = causal_mark(self.device) if causal else self._masks(starts, blocks, positions, visible)
         kept: dict[str, Any] = {}
         if last_logits_only and self._can_keep_logits:
             kept["logits_to_keep"] = torch.tensor([len(trees[first]) - 1], device=self.device)
@@ -430,7 +443,7 @@ class Target:
         output = self.model(
             input_ids=tokens.to(self.device),
             position_ids=positions.to(self.device),
-            attention_mask=self._masks(starts, blocks, positions, visible),
+            attention_mask=masks,
             use_cache=True,
             output_hidden_states=bool(feature_layers),
             **{self._cache_argument: self.cache},
@@ -464,6 +477,13 @@ class Target:
             mask = torch.zeros(near.shape, dtype=self.dtype).masked_fill_(~near, torch.finfo(self.dtype).min)
             masks[kind] = mask.repeat(1, self._groups, 1)[:, None].to(self.device)  # [rows, 1, groups * width, visible]
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    @property
+    def _prefills_causally(self) -> bool:
+        """Whether a prompt's first chunk can run without a mask."""
+        windowed = any(window is not None for window in self._windows.values())
+        packed = self.model.config._attn_implementation == PACKED_ATTENTION
+        return self.exact == "off" and packed and not windowed
 
     def _padded_nodes(self, nodes: int) -> int:
         if self.exact == "off":
@@ -510,6 +530,10 @@ class Target:
             raise UnsupportedModelError(_unsupported(self.model, f"a tree forward failed ({error})")) from error
         finally:
             self._cache = None
+        if not plain.isfinite().all():
+            raise UnsupportedModelError(
+                _unsupported(self.model, "its own logits are NaN or infinite; check dtype and weights")
+            )
         difference = (through_tree - plain).abs().max().item()
         allowed = (1e-3 if self.dtype == torch.float32 else 0.1) * plain.abs().max().item()
         if not difference <= allowed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -27,7 +27,7 @@ class NgramDrafter(Drafter):
         min_ngram: shortest suffix that is looked up.
         branches: distinct continuations in one tree; 1 gives a chain.
         max_nodes: bound of the tree's size, root included.
-        occurrences: earlier positions remembered per n-gram; the oldest is forgotten first.
+        occurrences: earlier positions remembered per shortest n-gram; the oldest is forgotten first.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class NgramDrafter(Drafter):
         min_ngram: Annotated[int, Field(ge=1, le=32)] = 2,
         branches: Annotated[int, Field(ge=1, le=64)] = 1,
         max_nodes: Annotated[int, Field(ge=2, le=1024)] = 16,
-        occurrences: Annotated[int, Field(ge=1, le=1024)] = 8,
+        occurrences: Annotated[int, Field(ge=1, le=1024)] = 64,
     ) -> None:
         super().__init__(target, max_nodes=max_nodes)
         self.check_parameters(min_ngram=min_ngram, max_ngram=max_ngram)
         self.k, self.branches, self.occurrences = k, branches, occurrences
         self.eos_ids = target.eos_ids
-        self.lengths = range(max_ngram, min_ngram - 1, -1)
+        self.min_ngram, self.max_ngram = min_ngram, max_ngram
 
     @classmethod
     def check_parameters(cls, *, min_ngram: int, max_ngram: int, **others: Any) -> None:
@@ -56,7 +56,7 @@ class NgramDrafter(Drafter):
     def propose(self, context: DraftContext) -> DraftTree:
         """Return the best continuations of the current suffix; the root alone if it never occurred before."""
         if context.state is None:
-            context.state = NgramIndex(self.lengths, self.occurrences)
+            context.state = NgramIndex(self.min_ngram, self.max_ngram, self.occurrences)
         index: NgramIndex = context.state
         index.catch_up(context.tokens)
         depth = min(self.k, context.max_depth)
@@ -75,32 +75,39 @@ class NgramDrafter(Drafter):
 
 
 class NgramIndex:
-    """Where each n-gram of a growing text ended, for several n, updated token by token."""
+    """Where each n-gram of the shortest length was followed by something, in a growing text.
 
-    def __init__(self, lengths: Sequence[int], occurrences: int) -> None:
-        self._lengths, self._occurrences = lengths, occurrences
+    Longer matches are found by comparing backwards from these places, so that a new token costs one entry and not one
+    per length.
+    """
+
+    def __init__(self, shortest: int, longest: int, occurrences: int) -> None:
+        self._shortest, self._longest, self._occurrences = shortest, longest, occurrences
         self._starts: dict[tuple[int, ...], list[int]] = {}
-        self._indexed = 0
+        self._next_end = shortest
 
     def catch_up(self, tokens: Sequence[int]) -> None:
         """Index every n-gram that has a token after it; the current suffix has none and cannot match itself."""
-        for end in range(self._indexed + 1, len(tokens)):
-            for length in self._lengths:
-                if length <= end:
-                    starts = self._starts.setdefault(tuple(tokens[end - length : end]), [])
-                    starts.append(end)
-                    del starts[: -self._occurrences]
-        self._indexed = max(self._indexed, len(tokens) - 1)
+        for end in range(self._next_end, len(tokens)):
+            starts = self._starts.setdefault(tuple(tokens[end - self._shortest : end]), [])
+            starts.append(end)
+            if len(starts) > self._occurrences:
+                del starts[0]
+        self._next_end = max(self._next_end, len(tokens))
 
-    def continuations(self, tokens: Sequence[int]) -> Iterator[int]:
-        """Yield positions after earlier occurrences of the suffix: longest suffix first, most recent first."""
-        seen: set[int] = set()
-        for length in self._lengths:
-            if length <= len(tokens):
-                for start in reversed(self._starts.get(tuple(tokens[len(tokens) - length :]), ())):
-                    if start not in seen:
-                        seen.add(start)
-                        yield start
+    def continuations(self, tokens: Sequence[int]) -> list[int]:
+        """Return positions after earlier occurrences of the suffix: longest match first, then most recent first."""
+        if len(tokens) < self._shortest:
+            return []
+        starts = self._starts.get(tuple(tokens[len(tokens) - self._shortest :]), ())
+        return sorted(starts, key=lambda start: (self._match_length(tokens, start), start), reverse=True)
+
+    def _match_length(self, tokens: Sequence[int], start: int) -> int:
+        """Count the tokens before ``start`` that equal the suffix, up to the longest length."""
+        length, longest = self._shortest, min(self._longest, start)
+        while length < longest and tokens[start - 1 - length] == tokens[-1 - length]:
+            length += 1
+        return length
 
 
 def copy_from(tokens: Sequence[int], start: int, count: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.base import DraftContext, Drafter
 from specdec_lab.target import Exact, Target
-from specdec_lab.tree import DraftTree, from_paths
+from specdec_lab.tree import DraftTree, chain, from_paths, root_only
 
 
 class NoisyOracleDrafter(Drafter):
@@ -26,7 +26,12 @@ class NoisyOracleDrafter(Drafter):
     """
 
     def __init__(
-        self, target: Target, answers: dict[tuple[int, ...], Sequence[int]], shape: str, seed: int, miss_rate: float = 0.2
+        self,
+        target: Target,
+        answers: dict[tuple[int, ...], Sequence[int]],
+        shape: str,
+        seed: int,
+        miss_rate: float = 0.2,
     ) -> None:
         super().__init__(target, max_nodes=16)
         self._answers, self._shape, self._miss_rate = answers, shape, miss_rate
@@ -81,20 +86,26 @@ def measure_identity(
     return counts
 
 
-def measure_logit_error(target: Target, prompts: Sequence[tuple[int, ...]], nodes: int = 16) -> list[float]:
-    """Return, per prompt, the largest move of a logit between one forward of ``nodes`` tokens and one at a time."""
-    errors = []
+def measure_margin_move(target: Target, prompts: Sequence[tuple[int, ...]], nodes: int = 16) -> list[float]:
+    """Return, per prompt, how far the gap between the two best tokens moves with the number of nodes per forward.
+
+    The last ``nodes`` tokens of a prompt go through one forward and then one at a time; the largest difference of the
+    top-2 margin, in logits, bounds the margins at which rounding alone can turn an argmax.
+    """
+    moves = []
     for prompt in prompts:
         head, tail = prompt[:-nodes], prompt[-nodes:]
         target.allocate(1, len(prompt), nodes)
         target.prefill(0, head)
-        together = target.forward({0: from_paths(tail[0], [tail[1:]])}).row_logits(0).float()
+        together = target.forward({0: chain(tail[0], tail[1:])}).row_logits(0).float()
         singly = []
         for token in tail:
-            singly.append(target.forward({0: DraftTree((token,), (-1,))}).row_logits(0)[0].float())
+            singly.append(target.forward({0: root_only(token)}).row_logits(0)[0].float())
             target.commit({0: (0,)})
-        errors.append((together - torch.stack(singly)).abs().max().item())
-    return errors
+        values, best = torch.stack(singly).topk(2, dim=-1)  # [nodes, 2]
+        moved = together.gather(-1, best) - values
+        moves.append((moved[:, 0] - moved[:, 1]).abs().max().item())
+    return moves
 
 
 def _answer(target: Target, drafter: Drafter, prompt: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:

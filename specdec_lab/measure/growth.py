@@ -13,6 +13,7 @@ from specdec_lab.drafters.base import Drafter
 from specdec_lab.measure.alternate import Spread, spread
 from specdec_lab.target import Target
 
+
 @dataclass(frozen=True)
 class RoundCost:
     """Cost of a strategy's rounds at one length of history.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -45,9 +46,10 @@ def transformers_generate(
         target.set_attention(attention)
         try:
             ids = torch.tensor([prompt], device=target.device)
+            generate = cast(Callable[..., torch.Tensor], target.model.generate)
             target.synchronize()
             start = time.perf_counter()
-            output = target.model.generate(
+            output = generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_new_tokens,

@@ -1,0 +1,219 @@
+"""The command line of the measurements: from Hydra's configuration to tables and JSON files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import chdir
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_original_cwd
+from omegaconf import DictConfig
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.table import Table
+
+from specdec_lab.bench.command import REFUSED, plain_config, say_error
+from specdec_lab.bench.console import progress, result_console
+from specdec_lab.bench.prompts import load_prompts
+from specdec_lab.bench.run import render
+from specdec_lab.config import check_arguments, locate, validate
+from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
+from specdec_lab.drafters.ngram import NgramDrafter
+from specdec_lab.errors import SpecdecError
+from specdec_lab.measure.alternate import Sample, alternate, ratio, spread
+from specdec_lab.measure.attention import attention_table, measure_attention
+from specdec_lab.measure.exactness import exactness_table, measure_identity, measure_margin_move
+from specdec_lab.measure.growth import measure_memory, measure_round_cost, round_cost_table
+from specdec_lab.measure.peers import PromptIds, our_loop, transformers_generate
+from specdec_lab.provenance import machine, package_versions
+from specdec_lab.target import Exact, Target
+
+Part = Literal["attention", "exactness", "generate", "lookup", "long_lookup", "growth", "memory"]
+PositiveInt = Annotated[int, Field(strict=True, ge=1)]
+
+LONG_PROMPTS = (1024, 2048, 4096)
+"""Prompt lengths, in tokens, at which prompt lookup is compared."""
+
+GROWTH_HISTORIES = (1024, 2048, 4096, 8000)
+"""Histories, in tokens, behind which the cost of a round is measured."""
+
+IDENTITY_PROMPTS, IDENTITY_TOKENS = 18, 48
+"""Answers that the identity count compares, and their length."""
+
+MEMORY_REQUESTS = 200
+"""Requests in a row over which memory must stay flat."""
+
+
+class MeasureSettings(BaseModel):
+    """Values of ``conf/measure.yaml`` besides its groups; the file explains each."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parts: tuple[Part, ...]
+    alternations: PositiveInt = 5
+    max_new_tokens: PositiveInt = 64
+    k: PositiveInt = 8
+    threads: PositiveInt = 2
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every part works with: a loader, the default target, and rendered prompts."""
+
+    settings: MeasureSettings
+    load: Callable[[Exact], Target]
+    target: Target
+    prompts: Sequence[PromptIds]
+    console: Console
+
+
+def measure_job(config: DictConfig) -> None:
+    """Run the chosen parts inside Hydra.
+
+    Raises:
+        SystemExit: something was refused; it has been said in one sentence.
+    """
+    console = result_console()
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    with chdir(get_original_cwd()):
+        try:
+            bench = _set_up(plain_config(config), console)
+            for part in bench.settings.parts:
+                table, figures = PARTS[part](bench)
+                console.print(table)
+                record = {"machine": machine(), "versions": package_versions(), "settings": bench.settings.model_dump()}
+                (folder / f"{part}.json").write_text(json.dumps({**record, "figures": figures}, indent=2) + "\n")
+        except SpecdecError as error:
+            say_error(Console(stderr=True), str(error))
+            raise SystemExit(REFUSED) from None
+
+
+def _set_up(config: Mapping[str, Any], console: Console) -> Bench:
+    config = dict(config)
+    target_node, prompts_node = dict(config.pop("target")), config.pop("prompts")
+    settings = validate(MeasureSettings, config)
+    loader = locate(target_node.pop("_target_"), "target")
+    arguments = check_arguments(loader, {**target_node, "exact": "off"}, "target", skip=())
+    prompt_set = load_prompts(**check_arguments(load_prompts, prompts_node, "prompts"))
+    torch.set_num_threads(settings.threads)
+    target: Target = loader(**arguments)
+    rendered = [render(target, prompt, []) for prompt in prompt_set.prompts]
+    return Bench(settings, lambda exact: loader(**{**arguments, "exact": exact}), target, rendered, console)
+
+
+def _attention(bench: Bench) -> tuple[Table, Any]:
+    with progress(bench.console, total=16) as report:
+        results = measure_attention(bench.target, repeats=bench.settings.alternations, on_step=partial(report, "step"))
+    figures = [
+        {"history": history, "nodes": nodes, "implementation": name, "milliseconds": asdict(spread)}
+        for (history, nodes, name), spread in results.items()
+    ]
+    return attention_table(results), figures
+
+
+def _exactness(bench: Bench) -> tuple[Table, Any]:
+    chosen = [prompt for prompt in bench.prompts if len(prompt) > 32][:IDENTITY_PROMPTS]
+    with progress(bench.console, total=6 * len(chosen)) as report:
+        counts = measure_identity(bench.load, chosen, IDENTITY_TOKENS, on_answer=partial(report, "answer"))
+    moves = spread(measure_margin_move(bench.target, chosen))
+    table = exactness_table(counts)
+    table.caption = (
+        f"largest move of the top-2 margin per prompt, 16 tokens at once against one at a time: {moves.text(3)} logits"
+    )
+    return table, {"identity": [asdict(count) for count in counts], "largest_margin_move_logits": asdict(moves)}
+
+
+def _compare(
+    bench: Bench,
+    systems: Mapping[str, Callable[[PromptIds], Sample]],
+    prompts: Sequence[PromptIds],
+) -> tuple[list[str], dict[str, Any]]:
+    """Let ``ours`` and ``transformers`` take turns over the prompts; a first prompt of each is warm-up."""
+    for run in systems.values():
+        run(prompts[0])
+    rounds = bench.settings.alternations
+    with progress(bench.console, total=rounds * len(prompts) * len(systems)) as report:
+        rates = alternate(systems, prompts, rounds, on_sample=lambda name, sample: report(name))
+    faster = ratio(rates, "ours", "transformers")
+    cells = [spread(rates["ours"]).text(1), spread(rates["transformers"]).text(1), faster.text(3)]
+    return cells, {"tokens_per_second": rates, "ratio": asdict(faster)}
+
+
+def _systems(bench: Bench, lookup: bool) -> dict[str, Callable[[PromptIds], Sample]]:
+    target, tokens, k = bench.target, bench.settings.max_new_tokens, bench.settings.k
+    if not lookup:
+        return {
+            "ours": our_loop(target, AutoregressiveDrafter(target), tokens),
+            "transformers": transformers_generate(target, tokens),
+        }
+    return {
+        "ours": our_loop(target, NgramDrafter(target, k=k), tokens),
+        "transformers": transformers_generate(target, tokens, prompt_lookup_num_tokens=k),
+    }
+
+
+def _peer_table(title: str) -> Table:
+    return Table("work", "ours, tok/s", "transformers, tok/s", "ratio, median (range)", title=title)
+
+
+def _generate(bench: Bench, lookup: bool = False) -> tuple[Table, Any]:
+    table = _peer_table("ngram against prompt_lookup_num_tokens" if lookup else "autoregressive against generate")
+    cells, figures = _compare(bench, _systems(bench, lookup), bench.prompts)
+    table.add_row(f"{len(bench.prompts)} prompts", *cells)
+    return table, figures
+
+
+def _long_lookup(bench: Bench) -> tuple[Table, Any]:
+    table, figures = _peer_table("ngram against prompt_lookup_num_tokens, long prompts"), {}
+    text = [token for prompt in bench.prompts for token in prompt]
+    for length in LONG_PROMPTS:
+        work = [tuple(_repeated(text[at * 97 :], length)) for at in range(3)]
+        cells, figures[str(length)] = _compare(bench, _systems(bench, lookup=True), work)
+        table.add_row(f"{length} tokens", *cells)
+    return table, figures
+
+
+def _growth(bench: Bench) -> tuple[Table, Any]:
+    target = bench.target
+    drafters = {"autoregressive": AutoregressiveDrafter(target), "ngram": NgramDrafter(target, k=bench.settings.k)}
+    text = [token for prompt in bench.prompts for token in prompt]
+    with progress(bench.console, total=3 * len(GROWTH_HISTORIES) * len(drafters)) as report:
+        costs = measure_round_cost(
+            target, drafters, text, GROWTH_HISTORIES, bench.settings.max_new_tokens, on_answer=partial(report, "answer")
+        )
+    return round_cost_table(costs), [asdict(cost) for cost in costs]
+
+
+def _memory(bench: Bench) -> tuple[Table, Any]:
+    drafter = NgramDrafter(bench.target, k=bench.settings.k)
+    with progress(bench.console, total=MEMORY_REQUESTS) as report:
+        resident, stayed = measure_memory(
+            bench.target, drafter, bench.prompts, MEMORY_REQUESTS, on_answer=partial(report, "request")
+        )
+    table = Table("requests", "resident, MB", title="Memory over requests in a row")
+    for at in range(0, len(resident), max(1, len(resident) // 8)):
+        table.add_row(str(at + 1), f"{resident[at] / 1e6:.0f}")
+    table.add_row(str(len(resident)), f"{resident[-1] / 1e6:.0f}")
+    table.caption = f"cache buffers stayed in place: {'yes' if stayed else 'NO'}"
+    return table, {"resident_bytes": resident, "buffers_stayed": stayed}
+
+
+def _repeated(text: Sequence[int], length: int) -> list[int]:
+    return (list(text) * (length // len(text) + 1))[:length]
+
+
+PARTS: Mapping[Part, Callable[[Bench], tuple[Table, Any]]] = {
+    "attention": _attention,
+    "exactness": _exactness,
+    "generate": _generate,
+    "lookup": partial(_generate, lookup=True),
+    "long_lookup": _long_lookup,
+    "growth": _growth,
+    "memory": _memory,
+}

@@ -459,6 +459,15 @@ def test_the_check_at_set_up_sees_a_broken_attention(fault: str):
         Target(model)
 
 
+def test_a_model_whose_own_logits_are_nan_is_told_so():
+    """Damaged weights are no matter of masks: the sentence points at them."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5] = float("nan")  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedModelError, match="NaN or infinite; check dtype and weights"):
+        Target(model)
+
+
 def test_latent_attention_runs_packed():
     """DeepSeek's keys are expanded between cache and attention, so the cache's groups are not the attention's."""
     sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4}

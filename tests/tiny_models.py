@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ def successor_table(successor: Sequence[int]) -> Tensor:
     return table
 
 
-def law_table(laws: dict[int, Sequence[float]]) -> Tensor:
+def law_table(laws: Mapping[int, Sequence[float]]) -> Tensor:
     """Return logits whose softmax after token *i* is ``laws[i]`` over the first ids; other tokens go to token 0."""
     table = torch.full((BIGRAM_VOCAB, BIGRAM_VOCAB), -1e4)
     table[:, 0] = 0.0

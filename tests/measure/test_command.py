@@ -1,0 +1,51 @@
+"""The measurements run whole on the tiny target and write what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def measure(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "scripts" / "measure.py"), "target=tiny", "threads=1", *overrides]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def figures_of(folder: Path, *parts: str) -> dict[str, Any]:
+    options = ("prompts.limit=3", "alternations=2", "max_new_tokens=4", "hydra.run.dir=out")
+    done = measure(folder, *options, f"parts=[{','.join(parts)}]")
+    assert done.returncode == 0, done.stderr
+    figures = {path.stem: json.loads(path.read_text("utf-8"))["figures"] for path in (folder / "out").glob("*.json")}
+    assert set(figures) == set(parts)
+    return figures
+
+
+def test_short_parts_run_and_write_their_figures(tmp_path: Path) -> None:
+    figures = figures_of(tmp_path, "exactness", "generate", "memory")
+    assert figures["memory"]["buffers_stayed"] is True
+    assert all(count["identical"] == count["compared"] for count in figures["exactness"]["identity"])  # float32
+    assert figures["exactness"]["largest_margin_move_logits"]["high"] < 1e-4
+    assert len(figures["generate"]["tokens_per_second"]["ours"]) == 2
+
+
+@pytest.mark.slow
+def test_long_parts_run_and_write_their_figures(tmp_path: Path) -> None:
+    figures = figures_of(tmp_path, "attention", "lookup", "long_lookup", "growth")
+    assert {entry["nodes"] for entry in figures["attention"]} == {1, 8, 16, 32}
+    assert {cost["strategy"] for cost in figures["growth"]} == {"autoregressive", "ngram"}
+    assert set(figures["long_lookup"]) == {"1024", "2048", "4096"}
+
+
+def test_a_wrong_part_is_refused(tmp_path: Path) -> None:
+    done = measure(tmp_path, "parts=[speed]")
+    assert done.returncode == 1
+    assert "parts" in done.stderr and "Traceback" not in done.stderr

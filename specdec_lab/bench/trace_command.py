@@ -124,10 +124,11 @@ def trace_answer(plan: TracePlan) -> Trace:
         raise SpecdecError(generation.error)
     row = make_row(RowKey(strategy.name, prompt.question_id, 0, 0), prompt, generation, None)
     counters = dict(scalars(metrics.counters([row])))
+    first = prompt.turns[0]
     turn = f" · turn 1 of {len(prompt.turns)}" if len(prompt.turns) > 1 else ""
     return Trace(
         generation=generation,
-        prompt=prompt.turns[0],
+        prompt=first,
         title=f"{strategy.name} on {target.name} · {len(generation.output_ids)} tokens, "
         f"ended by {generation.finish_reason}{turn}",
         tokenizer=target.tokenizer,

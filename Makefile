@@ -48,7 +48,7 @@ format: $(INSTALLED)  ## let the formatter and the linter mend what they can
 	$(VENV)/bin/ruff format .
 
 bench: $(INSTALLED)  ## the speed figures of docs/performance.md (long)
-	$(VENV)/bin/python scripts/bench.py
+	$(VENV)/bin/python scripts/measure.py
 
 clean:  ## remove the virtual environments, caches and build products; results in outputs/ and multirun/ stay
 	rm -rf $(VENV) $(COMPAT) dist build *.egg-info .pytest_cache .ruff_cache .hypothesis

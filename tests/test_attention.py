@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
-from specdec_lab.attention import PACKED_ATTENTION, packed_attention
+from specdec_lab.attention import PACKED_ATTENTION, causal_mark, packed_attention
 
 HEADS, HEAD_DIM = 4, 8
 
@@ -39,15 +39,16 @@ def additive(seen: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("queries", [1, 2, 5])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=["MHA", "GQA", "MQA"])
-@pytest.mark.parametrize("mask", ["additive", "repeated", "bool", "none"])
+@pytest.mark.parametrize("mask", ["additive", "repeated", "bool", "none", "causal mark"])
 def test_equals_eager_attention(kv_heads: int, queries: int, mask: str):
     """Each query head attends to the keys of its own group, under every form in which a mask can arrive."""
-    query, key, value, seen = inputs(kv_heads, queries, slots=7 if mask != "none" else queries)
+    query, key, value, seen = inputs(kv_heads, queries, slots=queries if mask in ("none", "causal mark") else 7)
     module, scaling = layer(kv_heads), 0.3
-    if mask == "none":  # causal by agreement, as in a plain forward
+    if mask in ("none", "causal mark"):  # causal by agreement, as in a plain forward
         causal = torch.ones(queries, queries, dtype=torch.bool).tril_().expand(2, 1, -1, -1)
         wanted, _ = eager_attention_forward(module, query, key, value, additive(causal), scaling)
-        got, weights = packed_attention(module, query, key, value, None, scaling=scaling)
+        mark = None if mask == "none" else causal_mark(query.device)
+        got, weights = packed_attention(module, query, key, value, mark, scaling=scaling)
     else:
         wanted, _ = eager_attention_forward(module, query, key, value, additive(seen), scaling)
         groups = HEADS // kv_heads

@@ -66,6 +66,7 @@ def test_ids_equal_the_naive_loop(architecture: str, exact: Exact, tiny_target: 
 def test_ids_after_a_prompt_of_several_chunks(chunk: int, architecture: str, tiny_target: GetTarget, monkeypatch):
     """Chunk borders within and across the window leave no trace in what is decoded after them."""
     monkeypatch.setattr(target_module, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(target_module, "CAUSAL_CHUNK", chunk)
     target = tiny_target(architecture)
     requests = random_requests(5, 3, (17, 24), (12,))
     answers = naive_answers(target.model, requests, target.eos_ids)

@@ -58,6 +58,7 @@ def test_committed_rows_equal_a_fresh_forward(architecture: str, exact: Exact, t
 def test_chunked_prefill_equals_one_forward(architecture: str, chunk: int, tiny_target: GetTarget, monkeypatch):
     """A prompt longer than a chunk, with chunk borders within, at and across the window, ends in the same cache."""
     monkeypatch.setattr(target_module, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(target_module, "CAUSAL_CHUNK", chunk)
     target = tiny_target(architecture)
     target.allocate(1, len(TEXT), 1)
     logits = target.prefill(0, TEXT).row_logits(0)
@@ -69,15 +70,18 @@ def test_chunked_prefill_equals_one_forward(architecture: str, chunk: int, tiny_
         assert torch.allclose(kept[layer][1], values, atol=1e-4)
 
 
-@pytest.mark.parametrize("exact_mode", ["off", "fixed_shape"])
-def test_a_prompt_longer_than_a_real_chunk(exact_mode: Exact):
-    """The constant itself, not a patched one: 520 tokens are two chunks, the second a short one."""
-    target = Target(tiny_model("mistral", max_position_embeddings=1024), exact=exact_mode)
+@pytest.mark.parametrize("architecture", ["mistral", "llama"])
+def test_a_prompt_longer_than_a_real_chunk(architecture: str, exact: Exact, monkeypatch):
+    """The constants themselves: 520 tokens are two masked chunks, or one without a mask, or that one and a masked one."""
     text = [3 + (at * 37) % 120 for at in range(520)]
-    target.allocate(1, len(text) + 1, 2)
-    assert (target.prefill(0, text).row_logits(0)[0] - plain_logits(target.model, text)[-1]).abs().max() < LOGITS_WITHIN
-    logits = target.forward({0: chain(5, [6])}).row_logits(0)
-    assert (logits[1] - plain_logits(target.model, [*text, 5, 6])[-1]).abs().max() < LOGITS_WITHIN
+    target = Target(tiny_model(architecture, max_position_embeddings=1024), exact=exact)
+    wanted, wanted_next = (plain_logits(target.model, ids)[-1] for ids in (text, [*text, 5, 6]))
+    for causal_chunk in (target_module.CAUSAL_CHUNK, 300):
+        monkeypatch.setattr(target_module, "CAUSAL_CHUNK", causal_chunk)
+        target.allocate(1, len(text) + 1, 2)
+        assert (target.prefill(0, text).row_logits(0)[0] - wanted).abs().max() < LOGITS_WITHIN
+        logits = target.forward({0: chain(5, [6])}).row_logits(0)
+        assert (logits[1] - wanted_next).abs().max() < LOGITS_WITHIN
 
 
 @pytest.mark.parametrize("chunk", [4, 512])
@@ -86,6 +90,7 @@ def test_features_equal_hidden_states_of_a_plain_forward(
 ):
     """Guards CP-08: a drafter gets the target's true features of every committed token, prompt included."""
     monkeypatch.setattr(target_module, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(target_module, "CAUSAL_CHUNK", chunk)
     check_features(tiny_target(architecture, exact), (0, 1, -1))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from specdec_lab.measure.alternate import Sample, alternate, ratio, spread
@@ -11,7 +13,7 @@ def test_systems_take_turns_in_rotating_order() -> None:
     """Guards BM-04: no system is always the first one, which pays for warm-up."""
     order: list[str] = []
 
-    def system(name: str, seconds: float):  # noqa: ANN202
+    def system(name: str, seconds: float) -> Callable[[int], Sample]:
         def run(work: int) -> Sample:
             order.append(f"{name}{work}")
             return Sample(units=work, seconds=seconds)

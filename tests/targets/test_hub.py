@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 from checkpoints import WEIGHTS, edit_json, edit_weights, save_random, save_tiny, write_biting_pickle, write_gguf
 from gguf import GGUFReader
-from oracles import LOGITS_WITHIN, plain_logits
+from oracles import LOGITS_WITHIN, naive_answer, plain_logits
 from safetensors.torch import load_file
 from tiny_models import CONFIGS
 from transformers import AutoModelForSeq2SeqLM, LlamaConfig, MambaConfig, T5Config, dynamic_module_utils
@@ -115,6 +117,46 @@ def test_device_map_is_from_pretraineds(saved: Path):
     """Placement by accelerate, on the one device that is here."""
     for target in (load_hub(str(saved), device_map={"": "cpu"}), load_hub(str(saved), device_map="auto")):
         assert target.vocab_size == 320
+
+
+TENSOR_PARALLEL = """
+import sys
+import torch
+from specdec_lab.decode import Request, speculative_decode
+from specdec_lab.drafters.ngram import NgramDrafter
+from specdec_lab.targets.hub import load_hub
+torch.set_num_threads(1)
+target = load_hub(sys.argv[1], dtype="float32", tp_plan="auto")
+request = Request(tuple(int(token) for token in sys.argv[2].split()), 40)
+progress = speculative_decode(target, NgramDrafter(target), [request])
+(done,) = (step.generation for step in progress if step.generation)
+if torch.distributed.get_rank() == 0:
+    print(target.model.get_submodule("model.layers.0.self_attn.q_proj").weight.to_local().shape[0])
+    print(*done.output_ids)
+"""
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_gives_the_same_answer(saved: Path, tmp_path: Path):
+    """Two processes with half of the heads each decode what one process decodes."""
+    script = tmp_path / "decode.py"
+    script.write_text(TENSOR_PARALLEL)
+    prompt = build_tokenizer()("the cat and the cat and the")["input_ids"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [*launch, str(script), str(saved), " ".join(map(str, prompt))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    heads, ids = done.stdout.splitlines()[-2:]
+    assert int(heads) == 32  # of 64
+    target = load_hub(str(saved), dtype="float32", device="cpu")
+    expected = naive_answer(target.model, prompt, 40, target.eos_ids)[len(prompt) :]
+    assert [int(token) for token in ids.split()] == expected
 
 
 # --- what is not there ----------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_chunked_prefill_equals_one_forward(architecture: str, chunk: int, tiny_
 
 @pytest.mark.parametrize("architecture", ["mistral", "llama"])
 def test_a_prompt_longer_than_a_real_chunk(architecture: str, exact: Exact, monkeypatch):
-    """The constants themselves: 520 tokens are two masked chunks, or one without a mask, or that one and a masked one."""
+    """The constants themselves: 520 tokens are two masked chunks, one without a mask, or one of each kind."""
     text = [3 + (at * 37) % 120 for at in range(520)]
     target = Target(tiny_model(architecture, max_position_embeddings=1024), exact=exact)
     wanted, wanted_next = (plain_logits(target.model, ids)[-1] for ids in (text, [*text, 5, 6]))

@@ -1,0 +1,201 @@
+"""Prompt lookup: what it proposes, what it never proposes, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec_lab.drafters.base import DraftContext, Verification
+from specdec_lab.drafters.ngram import NgramDrafter, NgramIndex, copy_from
+from specdec_lab.errors import InputError
+from specdec_lab.target import Target
+from specdec_lab.tree import DraftTree, chain, root_only
+
+GetTarget = Callable[..., Target]
+EOS = 2
+
+
+@pytest.fixture
+def propose(tiny_target: GetTarget) -> Callable[..., DraftTree]:
+    """Return ``(tokens, max_depth, drafter settings) -> tree``."""
+    target = tiny_target()
+
+    def first_tree(tokens: Sequence[int], max_depth: int = 99, **settings: Any) -> DraftTree:
+        return NgramDrafter(target, **settings).propose(context_of(tokens, max_depth))
+
+    return first_tree
+
+
+def context_of(tokens: Sequence[int], max_depth: int = 99) -> DraftContext:
+    message = Verification(0, True, root_only(tokens[0]), (0,), tokens[-1], torch.zeros(1, 128), {})
+    return DraftContext(0, 0, list(tokens), max(1, len(tokens) - 1), message, max_depth)
+
+
+# --- what is proposed -----------------------------------------------------------------------------------------------
+
+
+def test_copies_what_followed_the_longest_match(propose: Callable[..., DraftTree]):
+    text = [9, 4, 5, 6, 30, 31, 32, 8, 5, 6, 40, 41, 7, 4, 5, 6]
+    assert propose(text, k=3, max_ngram=3) == chain(6, [30, 31, 32])
+    assert propose(text, k=3, max_ngram=2) == chain(6, [40, 41, 7])
+
+
+def test_the_most_recent_of_equal_matches_comes_first(propose: Callable[..., DraftTree]):
+    text = [5, 6, 30, 9, 5, 6, 40, 8, 5, 6]
+    assert propose(text, k=1) == chain(6, [40])
+    assert propose(text, k=2, branches=2) == DraftTree((6, 40, 8, 30, 9), (-1, 0, 1, 0, 3))
+
+
+def test_branches_are_distinct_and_share_their_prefix(propose: Callable[..., DraftTree]):
+    """Guards TR-07: no continuation is checked twice; what two of them share is one node."""
+    text = [5, 6, 30, 9, 5, 6, 30, 9, 5, 6, 30, 8, 5, 6]
+    tree = propose(text, k=2, branches=3)
+    assert tree == DraftTree((6, 30, 8, 9), (-1, 0, 1, 1))
+    assert len(propose(text, k=2, branches=1)) == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "settings"),
+    [
+        ([7], {}),
+        ([7, 8], {}),
+        ([7, 7], {}),
+        ([0], {"min_ngram": 1}),
+        ([7, 8, 9], {"max_ngram": 4, "min_ngram": 4}),
+        ([1, 3, 4, 5, 6, 7, 8], {"min_ngram": 1}),
+        ([5, 6, 7, 6, 5], {"min_ngram": 2}),
+    ],
+    ids=["one token", "shorter than n", "two equal", "token 0", "n longer than the text", "no repeat", "reversed"],
+)
+def test_nothing_to_copy_is_the_root_alone(tokens: list[int], settings: dict[str, int], propose: Callable[..., Any]):
+    """Guards ST-07 and TV-04: no match is an empty proposal, not token 0 and not an error."""
+    assert propose(tokens, **settings) == root_only(tokens[-1])
+
+
+def test_all_equal_tokens_do_not_match_the_suffix_with_itself(propose: Callable[..., DraftTree]):
+    """Guards ST-07: an earlier occurrence is needed, and one that overlaps the suffix will do."""
+    assert propose([5, 5]) == root_only(5)
+    assert propose([5, 5], min_ngram=1, k=4) == chain(5, [5, 5, 5, 5])
+    assert propose([5, 5, 5], k=4) == chain(5, [5, 5, 5, 5])
+
+
+def test_a_loop_is_drafted_to_full_depth(propose: Callable[..., DraftTree]):
+    """A copy runs on into what it is itself producing: the period repeats."""
+    assert propose([9, 1, 3, 4, 1, 3], k=7) == chain(3, [4, 1, 3, 4, 1, 3, 4])
+
+
+def test_token_0_is_copied_like_any_other(propose: Callable[..., DraftTree]):
+    """Guards TV-04: 0 is a token of the text, neither padding nor "nothing"."""
+    assert propose([0, 0, 5, 0, 0], k=3) == chain(0, [5, 0, 0])
+    assert propose([7, 8, 0, 0, 7, 8], k=2) == chain(8, [0, 0])
+
+
+def test_a_copy_ends_with_eos(propose: Callable[..., DraftTree]):
+    """Guards PF-04: nothing is drafted behind EOS, which a chat's earlier turns hold."""
+    assert propose([5, 6, 30, EOS, 31, 5, 6], k=6) == chain(6, [30, EOS])
+    assert propose([5, 6, EOS, 31, 5, 6], k=6) == chain(6, [EOS])
+
+
+@pytest.mark.parametrize("max_depth", [1, 2, 3, 8, 20])
+def test_depth_is_that_of_k_and_of_what_is_left(max_depth: int, propose: Callable[..., DraftTree]):
+    """Guards ST-05 and SP-08: the requested k is the used k, cut to what could still be committed."""
+    text = [*range(10, 30), *range(10, 14)]
+    tree = propose(text, max_depth, k=8)
+    assert tree == chain(13, range(14, 14 + min(8, max_depth)))
+
+
+def test_size_is_bounded(propose: Callable[..., DraftTree]):
+    text = [token for turn in range(12) for token in (5, 6, 30 + turn, 50 + turn, 70 + turn)] + [5, 6]
+    assert len(propose(text, k=8, branches=64, occurrences=64, max_nodes=9)) == 9
+    assert len(propose(text, k=3, branches=64, occurrences=4, max_nodes=64)) == 1 + 4 * 3
+    assert len(propose(text, k=8, max_nodes=4)) == 4
+
+
+def test_settings_that_contradict_each_other_are_refused(tiny_target: GetTarget):
+    with pytest.raises(InputError, match=r"^min_ngram=5: give at most max_ngram, which is 3"):
+        NgramDrafter(tiny_target(), min_ngram=5, max_ngram=3)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 3), st.integers(1, 3))
+def test_agrees_with_a_search_of_the_whole_text(text: list[int], shortest: int, more: int, step: int):
+    """Guards PF-01: the incremental index finds what a full rescan finds, however the text came in."""
+    index = NgramIndex(shortest, shortest + more, occurrences=1000)
+    for end in range(1, len(text), step):
+        index.catch_up(text[:end])
+    index.catch_up(text)
+    found: list[int] = []
+    for length in range(shortest + more, shortest - 1, -1):
+        suffix = text[len(text) - length :] if length <= len(text) else None
+        for end in range(len(text) - 1, length - 1, -1):
+            if text[end - length : end] == suffix and end not in found:
+                found.append(end)
+    assert list(index.continuations(text)) == found
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data(), st.integers(0, 30))
+def test_a_copy_equals_one_made_token_by_token(text: list[int], data: st.DataObject, count: int):
+    start = data.draw(st.integers(0, len(text) - 1))
+    grown = list(text)
+    for offset in range(count):
+        grown.append(grown[start + offset])
+    assert copy_from(text, start, count) == tuple(grown[len(text) :])
+
+
+# --- what it costs --------------------------------------------------------------------------------------------------
+
+
+class CountingText(list[int]):
+    """A token list that counts the tokens read from it."""
+
+    read = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        got = super().__getitem__(at)
+        self.read += len(got) if isinstance(got, list) else 1
+        return got
+
+
+def test_work_per_round_does_not_grow_with_the_text(tiny_target: GetTarget):
+    """Guards PF-01: tokens read per round at 16 k tokens are those at 1 k, over nine lengths of n-gram."""
+    drafter = NgramDrafter(tiny_target(), k=8, max_ngram=10, min_ngram=2, branches=4, max_nodes=64, occurrences=6)
+    context = context_of([3])
+    text = context.tokens = CountingText([3])
+    most: dict[int, int] = {}
+    for size in (1_000, 4_000, 16_000):
+        while len(text) < size:
+            if len(text) == size - 50:
+                drafter.propose(context)  # catches up
+                most[size] = 0
+            text.append(3 + (len(text) * len(text) // 7) % 11)
+            text.read = 0
+            if size in most:
+                drafter.propose(context)
+                most[size] = max(most[size], text.read)
+    assert 0 < most[16_000] <= 1.2 * most[1_000]
+    assert max(most.values()) <= 2 + 2 + 6 * 2 * 8 + 6 * 8 + 1  # index, look up, compare backwards, copy, root
+
+
+def test_memory_is_bounded(tiny_target: GetTarget):
+    """Guards ML-04: one entry per token at most, ``occurrences`` of them per n-gram, and the latest ones."""
+    index = NgramIndex(2, 4, occurrences=5)
+    text = [7, 8, 9] * 2000
+    index.catch_up(text)
+    assert sorted(len(starts) for starts in index._starts.values()) == [5, 5, 5]
+    assert list(index.continuations(text)) == [len(text) - 3 * turn for turn in range(1, 6)]
+
+
+def test_each_sequence_has_an_index_of_its_own(tiny_target: GetTarget):
+    """Guards CP-03 and ML-04: what one sequence said is not proposed to another, and the drafter keeps none of it."""
+    drafter = NgramDrafter(tiny_target())
+    before = set(vars(drafter))
+    first, second = context_of([5, 6, 30, 31, 5, 6]), context_of([9, 5, 6])
+    assert drafter.propose(first) == chain(6, [30, 31, 5, 6, 30, 31, 5, 6])
+    assert drafter.propose(second) == root_only(6)
+    assert first.state is not second.state
+    assert set(vars(drafter)) == before
+    assert drafter.memory_bytes() == {"draft_weights": 0, "draft_kv": 0}

@@ -183,6 +183,18 @@ def test_paths_start_at_the_folder_of_the_launch(command, tmp_path: Path, chdir:
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "single", "sweep"}
 
 
+def test_tracking_logs_each_strategy_into_the_run_folder(command, tmp_path: Path):
+    """The benchmark hands its finished summary to the tracker, and tells how to send the runs."""
+    prompts(tmp_path, 1)
+    code, out, err = command(
+        "prompts.path=prompts.jsonl", "max_new_tokens=2", "hydra.run.dir=run", "tracking=wandb", "tracking.mode=offline"
+    )
+    assert code == 0, err
+    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 2
+    assert "wandb sync" in err
+    assert "[HYDRA]" not in out + err
+
+
 def test_a_sweep_through_a_shell(tmp_path: Path):
     """Guards CL-01: a comma sweeps where it should and nowhere else; a failing job does not stop the others."""
     prompts(tmp_path, 1, "a, b.jsonl")

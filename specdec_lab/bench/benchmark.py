@@ -137,10 +137,11 @@ def threads(count: int | None, target: Target) -> Iterator[None]:
 
 @contextmanager
 def log_to(path: Path, console: Console) -> Iterator[None]:
-    """Send log records to a file, and warnings to the console as single lines without tracebacks."""
+    """Send log records to a file; warnings, and what this package has to say, also to the console, in single lines."""
     to_file = _PatientFileHandler(path, encoding="utf-8", delay=True)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    to_console = _OneLineHandler(logging.WARNING, console, show_path=False, show_time=False)
+    to_console = _OneLineHandler(logging.INFO, console, show_path=False, show_time=False)
+    to_console.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.startswith("specdec_lab."))
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.INFO)

@@ -16,9 +16,9 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
     """Render a conversation that waits for the assistant's next turn.
 
     The tokenizer's chat template writes the text, up to where the answer begins; without a template the text is the
-    messages' contents, joined by newlines. The ids start with exactly one BOS if the tokenizer has one, whether the
-    template writes it, the tokenizer would add it, both or neither; nothing is added at the end. A later BOS is part
-    of the conversation and stays: in ChatML models it starts every message. As in transformers' own
+    messages' contents, joined by newlines. The ids start with exactly one BOS if the template writes it, the tokenizer
+    would add it, or both; with none if neither does, as such models were trained. Nothing is added at the end. A later
+    BOS is part of the conversation and stays: in ChatML models it starts every message. As in transformers' own
     ``apply_chat_template``, the spelling of a special token within a message becomes that token.
 
     Args:
@@ -38,7 +38,9 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     bos_id = tokenizer.bos_token_id
     assert bos_id is None or isinstance(bos_id, int)
-    return _with_one_bos(ids, bos_id)
+    adds_bos = tokenizer("a")["input_ids"][:1] == [bos_id]
+    written = next((at for at, token in enumerate(ids) if token != bos_id), len(ids))
+    return (bos_id, *ids[written:]) if bos_id is not None and (written or adds_bos) else tuple(ids)
 
 
 def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
@@ -67,10 +69,3 @@ def _through_template(tokenizer: PreTrainedTokenizerBase, conversation: list[dic
         raise InputError("messages", roles, remedy) from error
     assert isinstance(text, str)
     return text
-
-
-def _with_one_bos(ids: Sequence[int], bos_id: int | None) -> tuple[int, ...]:
-    if bos_id is None:
-        return tuple(ids)
-    written = next((at for at, token in enumerate(ids) if token != bos_id), len(ids))
-    return (bos_id, *ids[written:])

@@ -97,11 +97,15 @@ class Generation:
 
 @dataclass(frozen=True)
 class Progress:
-    """Tokens that one request has just gained; the last one carries the finished ``generation``."""
+    """Tokens that one request has just gained; the last one carries the finished ``generation``.
+
+    ``text`` is filled in by ``generate(stream=True)``: the pieces add up to the generation's text.
+    """
 
     index: int
     new_tokens: tuple[int, ...]
     generation: Generation | None = None
+    text: str = ""
 
 
 @dataclass

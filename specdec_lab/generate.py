@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, overload
 
 from specdec_lab.chat import render_chat
@@ -11,6 +12,7 @@ from specdec_lab.drafters.base import Drafter
 from specdec_lab.errors import InputError, SpecdecError
 from specdec_lab.sampling import SamplingParams
 from specdec_lab.stopping import check_stop
+from specdec_lab.streaming import TextStream
 from specdec_lab.target import Target
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -66,7 +68,8 @@ def generate(
         sampling: how tokens are chosen; greedy by default.
         stop: strings that end the answer.
         logprobs: record the target's log-probability of each token.
-        stream: yield ``Progress`` as tokens are committed, the last one with the finished ``generation``.
+        stream: yield ``Progress`` as tokens are committed, with the text that they settle: never half a character, nor
+            the beginning of a stop string. The last one carries the finished ``generation``.
 
     Raises:
         InputError: a prompt or a limit that cannot be used.
@@ -77,7 +80,7 @@ def generate(
     request = Request(prompt_ids(target, prompt), max_new_tokens, check_stop(stop), logprobs=logprobs)
     events = _checked(speculative_decode(target, drafter, [request], sampling=sampling))
     if stream:
-        return events
+        return _with_text(target, stop, events)
     (*_, last) = events
     assert last.generation is not None
     return last.generation
@@ -108,3 +111,13 @@ def _checked(events: Iterator[Progress]) -> Iterator[Progress]:
         if event.generation is not None and event.generation.error is not None:
             raise SpecdecError(event.generation.error)
         yield event
+
+
+def _with_text(target: Target, stop: Sequence[str], events: Iterator[Progress]) -> Iterator[Progress]:
+    if target.tokenizer is None:
+        yield from events
+        return
+    text = TextStream(target.tokenizer, stop, target.eos_ids)
+    for event in events:
+        piece = text.push(event.new_tokens)
+        yield replace(event, text=piece if event.generation is None else piece + text.finish())

@@ -37,13 +37,14 @@ def text_of(tokenizer: PreTrainedTokenizerFast, ids: tuple[int, ...]) -> str:
 @pytest.mark.parametrize("writes_bos", [True, False], ids=["tokenizer adds", "tokenizer adds none"])
 @pytest.mark.parametrize("template", ["{{ bos_token }}" + TURNS, TURNS, None, "{{ bos_token }}{{ bos_token }}" + TURNS])
 @pytest.mark.parametrize("build", [byte_level, byte_fallback])
-def test_there_is_exactly_one_bos(build: Any, template: str | None, writes_bos: bool) -> None:
+def test_there_is_one_bos_if_anything_writes_it(build: Any, template: str | None, writes_bos: bool) -> None:
     """Guards TV-05: one BOS at the start and no EOS at the end, whoever would add them."""
     tokenizer = build(template=template, writes_bos=writes_bos)
     assert (tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id) == writes_bos  # the case is what it says
     ids = render_chat(tokenizer, CHAT)
-    assert ids[0] == tokenizer.bos_token_id
-    assert ids.count(tokenizer.bos_token_id) == 1
+    expected = 1 if writes_bos or (template or "").startswith("{{ bos_token }}") else 0  # neither: trained without one
+    assert ids.count(tokenizer.bos_token_id) == expected
+    assert (ids[0] == tokenizer.bos_token_id) == bool(expected)
     assert tokenizer.eos_token_id not in ids
 
 
@@ -56,9 +57,9 @@ def test_without_a_bos_token_none_is_made_up(writes_bos: bool) -> None:
 
 def test_the_template_writes_the_text_and_opens_the_answer() -> None:
     tokenizer = byte_level(template=TURNS)
-    assert text_of(tokenizer, render_chat(tokenizer, CHAT)) == "<s>" + RENDERED
+    assert text_of(tokenizer, render_chat(tokenizer, CHAT)) == RENDERED
     templated = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    assert list(render_chat(tokenizer, CHAT)[1:]) == templated
+    assert list(render_chat(tokenizer, CHAT)) == templated
 
 
 def test_a_bos_that_starts_every_message_is_kept() -> None:
@@ -74,7 +75,7 @@ def test_a_bos_that_starts_every_message_is_kept() -> None:
 
 def test_without_a_template_the_text_is_plain() -> None:
     tokenizer = byte_level()
-    assert text_of(tokenizer, render_chat(tokenizer, CHAT)) == "<s>Be short.\nHi\nHello!\nName a colour."
+    assert text_of(tokenizer, render_chat(tokenizer, CHAT)) == "Be short.\nHi\nHello!\nName a colour."
 
 
 def test_a_special_token_spelled_in_a_message_becomes_that_token() -> None:
@@ -82,7 +83,7 @@ def test_a_special_token_spelled_in_a_message_becomes_that_token() -> None:
     tokenizer = byte_level(template=TURNS)
     ids = render_chat(tokenizer, [{"role": "user", "content": "a</s>b<s>"}])
     assert ids.count(tokenizer.eos_token_id) == 1
-    assert ids.count(tokenizer.bos_token_id) == 2
+    assert ids.count(tokenizer.bos_token_id) == 1
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ TIE_MARGIN_LOGITS = {torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16:
 
 A forward over many tokens sums in another order than one over a single token, so in low precision two tokens whose
 logits are this close can swap places. A difference above the margin is no rounding: some path has a fault. Set just
-above the largest move of the top-2 margin that was measured on the default target (``docs/decisions/0004-exactness.md``).
+above the largest move of the top-2 margin measured on the default target (``docs/decisions/0004-exactness.md``).
 """
 
 EXAMPLES = 5

@@ -153,7 +153,13 @@ def find_source(model: str, revision: str | None = None, trust_remote_code: bool
     Raises:
         InputError: nothing is there, or a folder has weights as pickles, an adapter alone, or none at all.
     """
-    path = Path(model).expanduser()
+    try:
+        return _find_source(model, Path(model).expanduser(), revision, trust_remote_code)
+    except (OSError, RuntimeError) as error:  # no permission, a name that is too long, the home of nobody
+        raise InputError("target.model", model, f"it cannot be opened ({one_line(error)}); check the path") from error
+
+
+def _find_source(model: str, path: Path, revision: str | None, trust_remote_code: bool) -> ModelSource:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError("target.model", model, "there is no such GGUF file; check the path")

@@ -153,12 +153,12 @@ def time_seconds(rows: Sequence[Row]) -> dict[str, float] | None:
 
 
 def time_per_output_token_ms(rows: Sequence[Row]) -> dict[str, float] | None:
-    """Percentiles over requests of decode time per emitted token, in milliseconds.
+    """Percentiles over requests of decode time per emitted token, in milliseconds, as the request's user waited for it.
 
-    In a batch the decode time of a request is its share of each round; ``decode_elapsed_seconds`` of the rows has the
-    time that its user waited.
+    In a batch a round keeps every row waiting for its whole length, and so does the prefill of a row that joins; the
+    rates above count each row's share instead, so that they add up.
     """
-    return percentiles([1e3 * decode_seconds([row]) / emitted([row]) for row in rows if emitted([row])])
+    return percentiles([1e3 * row["decode_elapsed_seconds"] / emitted([row]) for row in rows if emitted([row])])
 
 
 def round_ms(rows: Sequence[Row]) -> dict[str, float] | None:

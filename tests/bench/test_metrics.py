@@ -36,6 +36,7 @@ def row(
         "bonus_per_round": bonus,
         "round_seconds": [decode / max(1, len(accepted))] * len(accepted),
         "time_seconds": {**parts, "total": prefill + decode},
+        "decode_elapsed_seconds": decode,
     }
 
 
@@ -103,6 +104,13 @@ def test_rates_are_totals_over_totals():
     times = metrics.time_seconds(rows)
     assert times is not None
     assert times["total"] == sum(times[part] for part in metrics.TIME_PARTS) == 6.0
+
+
+def test_in_a_batch_the_user_waits_for_whole_rounds():
+    """Two rows share 2 s of rounds: each bears 1 s of the rate, and each of their users waited 2 s for 4 tokens."""
+    rows = [row([1, 1], decode=1.0, question_id=n) | {"decode_elapsed_seconds": 2.0} for n in (0, 1)]
+    assert metrics.decode_tokens_per_second(rows) == 8 / 2
+    assert metrics.time_per_output_token_ms(rows) == {"p50": 500.0, "p95": 500.0, "p99": 500.0}
 
 
 def test_an_answer_of_one_token_has_no_decode_rate():

@@ -65,8 +65,8 @@ def run_benchmark(
         SpecdecError: see the parts; what was computed stays on disk.
     """
     target = plan.load_target()
+    strategies = make_strategies(plan, target)
     with threads(plan.settings.threads, target), storage(folder):
-        strategies = make_strategies(plan, target)
         if plan.settings.overwrite:
             clear_folder(folder)
         write_atomically(folder / CONFIG, yaml.safe_dump(dict(plan.config), sort_keys=False, allow_unicode=True))
@@ -74,7 +74,7 @@ def run_benchmark(
             expected = expected_keys(plan, strategies)
             with progress(err, len(expected), len(requests.rows)) as report:
                 run_rows(plan, strategies, requests, report, clock)
-            fill_exact(requests, target, plan)
+            fill_exact(requests, target, plan, err)
             rows = list(requests.rows.values())
             facts = [strategy_facts(strategy, plan) for strategy in strategies]
             summary = summarise(rows, run_facts(plan, target), facts, len(expected))
@@ -107,14 +107,17 @@ def strategy_facts(strategy: Strategy, plan: RunPlan) -> StrategyFacts:
     return StrategyFacts(strategy.name, config, strategy.drafter.lossless, memory)
 
 
-def fill_exact(requests: RequestLog, target: Target, plan: RunPlan) -> None:
+def fill_exact(requests: RequestLog, target: Target, plan: RunPlan, err: Console) -> None:
     """Compare every answer with the baseline's, after everything was timed, and write the rows again."""
     baseline = {request_key(row): row for row in _successful(requests, lambda name: name == BASELINE)}
     for row in baseline.values():
         row["exact"] = "baseline"
-    for row in _successful(requests, lambda name: name != BASELINE):
-        if request_key(row) in baseline:
+    others = _successful(requests, lambda name: name != BASELINE)
+    todo = [row for row in others if row["exact"] is None and request_key(row) in baseline]
+    with progress(err, len(todo), what="answers compared") as report:
+        for row in todo:
             row.update(exactness.compare(row, baseline[request_key(row)], target, plan.sampling))
+            report(row["strategy"])
     requests.rewrite()
 
 

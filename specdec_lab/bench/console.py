@@ -40,20 +40,31 @@ def result_console() -> Console:
 
 
 @contextmanager
-def progress(console: Console, total: int, done: int = 0) -> Iterator[Report]:
-    """Show how many of ``total`` rows are finished: a bar on a terminal, single plain lines elsewhere."""
+def progress(console: Console, total: int, done: int = 0, what: str = "rows") -> Iterator[Report]:
+    """Show how many of ``total`` things are done: a bar on a terminal, now and then a plain line elsewhere.
+
+    Args:
+        done: how many of them an earlier run has done.
+        what: the things, in the plural.
+    """
     if not console.is_terminal:
-        yield _PlainProgress(console, total, done)
+        yield _PlainProgress(console, what, total, done)
         return
-    columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(what),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("warming up", total=total, completed=done)
+        task = bar.add_task("", total=total, completed=done)
         yield lambda strategy: bar.update(task, advance=1, description=strategy)
 
 
 class _PlainProgress:
-    def __init__(self, console: Console, total: int, done: int) -> None:
-        self._console, self._total, self._done, self._resumed = console, total, done, done
+    def __init__(self, console: Console, what: str, total: int, done: int) -> None:
+        self._console, self._what, self._total, self._done, self._resumed = console, what, total, done, done
         self._start = self._shown = time.monotonic()
 
     def __call__(self, strategy: str) -> None:
@@ -63,7 +74,9 @@ class _PlainProgress:
             return
         self._shown, elapsed = now, now - self._start
         left = elapsed / (self._done - self._resumed) * (self._total - self._done)
-        text = f"{self._done}/{self._total} rows, last {strategy}, {elapsed:.0f} s gone, about {left:.0f} s left"
+        text = (
+            f"{self._done}/{self._total} {self._what}, last {strategy}, {elapsed:.0f} s gone, about {left:.0f} s left"
+        )
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 from specdec_lab.bench.metrics import Row
 from specdec_lab.sampling import SamplingParams, gumbel_noise
 from specdec_lab.target import Target
+
+log = logging.getLogger(__name__)
 
 TIE_MARGIN_LOGITS = {torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5, torch.float64: 1e-9}
 """Largest margin, in logits, at which two answers that part count as a tie, per compute dtype.
@@ -69,16 +72,26 @@ def compare(row: Row, baseline_row: Row, target: Target, sampling: SamplingParam
     found = first_divergence(row["output_ids"], baseline_row["output_ids"])
     if found is None:
         return {"exact": "identical", "divergence": None}
-    margin = None
-    if found["token"] is not None and found["baseline_token"] is not None:
-        context = [*row["prompt_ids"], *row["output_ids"][: found["position"]]]
-        key = (row["question_id"], row["turn"], row["repeat"])
-        scores = choice_scores(target, sampling, context, key)
-        margin = margin_logits(scores, (found["token"], found["baseline_token"]))
-        if not margin < float("inf"):  # top-k, top-p or min-p left one of them out
-            margin = None
+    margin = _margin_at(row, found, target, sampling)
     tie = margin is not None and margin < TIE_MARGIN_LOGITS[target.dtype]
     return {"exact": "tie" if tie else "different", "divergence": {**found, "margin_logits": margin}}
+
+
+def _margin_at(
+    row: Row, divergence: Mapping[str, int | None], target: Target, sampling: SamplingParams
+) -> float | None:
+    """Return the margin of the choice at a divergence, ``None`` where there is none or it cannot be computed."""
+    token, baseline_token, position = (divergence[name] for name in ("token", "baseline_token", "position"))
+    if token is None or baseline_token is None:
+        return None
+    context = [*row["prompt_ids"], *row["output_ids"][:position]]
+    try:
+        scores = choice_scores(target, sampling, context, (row["question_id"], row["turn"], row["repeat"]))
+    except Exception:  # out of memory, say; the rows are measured, and a difference without margin is still one
+        log.warning("question %s: the margin cannot be computed", row["question_id"], exc_info=True)
+        return None
+    margin = margin_logits(scores, (token, baseline_token))
+    return margin if margin < float("inf") else None  # infinite where top-k, top-p or min-p left one of them out
 
 
 def exactness(rows: Sequence[Row]) -> dict[str, Any]:

@@ -184,11 +184,15 @@ def test_a_prompt_that_is_too_long_is_a_failed_row(config, run, tmp_path: Path):
 
 
 class FailingDrafter(NgramDrafter):
-    """Runs out of memory on prompts that hold the digit 7."""
+    """Runs out of memory on prompts that hold the digit 7, and leaves nothing but NaN in the cache."""
 
     def propose(self, context: DraftContext) -> DraftTree:
         assert self.target.tokenizer is not None
         if "7" in str(self.target.tokenizer.decode(context.tokens[: context.prompt_length])):
+            for row in range(self.target.cache.rows):
+                for keys, values in self.target.cache.committed(row, self.target.cache.capacity).values():
+                    keys.fill_(float("nan"))
+                    values.fill_(float("nan"))
             raise RuntimeError("out of memory\nwhile allocating")
         return super().propose(context)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -14,7 +15,7 @@ from rich.table import Table
 PLAIN_LINE_SECONDS = 10.0
 """Without a terminal, how often a line tells how far the run is."""
 
-PIPE_WIDTH = 120
+PIPE_WIDTH = 140
 """Characters per line of a table that is not shown on a terminal."""
 
 CAPTION = (
@@ -22,8 +23,10 @@ CAPTION = (
     "emitted / summed depth of the offered trees. tok/s: emitted tokens over decode time, prefill excluded. speed-up: "
     "ratio of tok/s to the baseline's over the same requests, [95 % bootstrap interval over prompts]; 'cannot tell' "
     "where the interval holds 1. exact: answers identical to the baseline's + ties within rounding / compared. "
-    "draft, verify: share of decode time in the forwards of drafter and target."
+    "draft / verify: share of decode time in the forwards of drafter and target."
 )
+
+PADDED_CAPTION = " over unpadded: speed-up over the baseline without exact=fixed_shape."
 
 
 class Report(Protocol):
@@ -88,15 +91,25 @@ def result_table(summary: Mapping[str, Any]) -> Table:
         f"{summary['target']['name']} ({summary['target']['dtype']}), {count} prompts, {turns} turns x "
         f"{summary['repeats']}, {summary['max_new_tokens']} new tokens, batch {summary['batch_size']}, {decoding}"
     )
-    table = Table(title=title, caption=CAPTION, caption_justify="left")
+    entries = summary["strategies"]
+    padded, failed = summary["exact"] == "fixed_shape", any(entry["failed"] for entry in entries)
+    table = Table(
+        title=title,
+        caption=CAPTION + (PADDED_CAPTION if padded else ""),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+    )
     table.add_column("strategy", overflow="fold")
-    for name in ("tau", "accepted / proposed", "tok/s", "speed-up", "exact", "draft", "verify"):
+    for name in ("tau", "accepted / proposed", "tok/s", "speed-up", "exact", "draft / verify"):
         table.add_column(name, justify="right", overflow="fold")
-    failed = any(entry["failed"] for entry in summary["strategies"])
+    if padded:
+        table.add_column("over unpadded", justify="right", overflow="fold")
     if failed:
         table.add_column("failed", justify="right", style="red")
-    for entry in summary["strategies"]:
-        table.add_row(*_cells(entry), *([f"{entry['failed']} / {entry['requests']}"] if failed else []))
+    for entry in entries:
+        extra = [speedup_text(entry["speedup_over_unpadded"], entry["name"])] if padded else []
+        table.add_row(*_cells(entry), *extra, *([f"{entry['failed']} / {entry['requests']}"] if failed else []))
     return table
 
 
@@ -110,8 +123,7 @@ def _cells(entry: Mapping[str, Any]) -> Sequence[str]:
         _number(entry["decode_tokens_per_second"], ".1f"),
         speedup_text(entry["speedup"], entry["name"]),
         compared,
-        _share(entry["time_seconds"], "draft"),
-        _share(entry["time_seconds"], "verify"),
+        f"{_share(entry['time_seconds'], 'draft')} / {_share(entry['time_seconds'], 'verify')}",
     )
 
 

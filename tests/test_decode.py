@@ -376,7 +376,7 @@ def test_state_lives_as_long_as_its_sequence(tiny_target: GetTarget):
 
 
 def test_nothing_of_the_callers_is_changed(tiny_target: GetTarget):
-    """Guards SP-08 and PF-02: no setting is left on the model, its configuration or the requests."""
+    """Guards SP-08: no setting is left on the model, its configuration or the requests."""
     target = tiny_target("qwen2")
     requests = random_requests(6, 3, (4,), (5,))
     before = copy.deepcopy((target.model.config.to_dict(), target.model.generation_config.to_dict(), requests))  # type: ignore[union-attr]
@@ -385,6 +385,20 @@ def test_nothing_of_the_callers_is_changed(tiny_target: GetTarget):
     after = (target.model.config.to_dict(), target.model.generation_config.to_dict(), requests)  # type: ignore[union-attr]
     assert after == before
     assert set(vars(target.model)) == attributes
+
+
+def test_no_model_or_tokenizer_is_copied_per_request(monkeypatch):
+    """Guards PF-02: a deep copy of either, however indirect, would raise here."""
+    target = counting_target()
+    target.tokenizer = letters()
+
+    def refuse(self: Any, _memo: Any) -> None:
+        raise AssertionError(f"{type(self).__name__} was copied")
+
+    for owner in (type(target.tokenizer), type(target.model)):
+        monkeypatch.setattr(owner, "__deepcopy__", refuse, raising=False)
+    requests = [Request((4,), 5, stop=("z",)), Request((5,), 5)]
+    decode(target, NgramDrafter(target), requests, sampling=SamplingParams(0.7, top_k=3), batch_size=2)
 
 
 # --- sampling -------------------------------------------------------------------------------------------------------

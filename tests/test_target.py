@@ -101,6 +101,52 @@ def test_no_features_unless_asked(tiny_target: GetTarget):
     assert target.forward({0: chain(5, [6])}).row_features(0) == {}
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_other_attention_functions(attention: str, exact: Exact, tiny_target: GetTarget):
+    """Stock sdpa and eager get masks that are not repeated for the groups, also after a switch at run time."""
+    for architecture in ("llama", "qwen2"):
+        model = tiny_model(architecture)
+        model.set_attn_implementation(attention)
+        target = Target(model, exact=exact)
+        check_node_logits(target, rounds=2)
+        target.set_attention("specdec_packed")
+        check_node_logits(target, rounds=2)
+        target.set_attention(attention)
+        check_node_logits(target, rounds=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(dtype: torch.dtype, architecture: str, exact: Exact):
+    """Guards CP-13: masks have the compute dtype's own minimum, so half precision neither overflows nor is off."""
+    model = tiny_model(architecture).to(dtype)  # type: ignore[arg-type]
+    target = Target(model, exact=exact)
+    assert target.dtype == dtype
+    target.allocate(2, 32, 5)
+    target.prefill(0, TEXT)
+    target.prefill(1, TEXT[:2])
+    tree = DraftTree((5, 6, 7, 8), (-1, 0, 0, 2))
+    output = target.forward({0: tree, 1: root_only(9)})
+    for node in range(len(tree)):
+        ids = [*TEXT, *(tree.tokens[at] for at in tree.path_to(node))]
+        wanted = plain_logits(model, ids)[-1].float()
+        off = (output.row_logits(0)[node].float() - wanted).abs().max()
+        assert off <= 0.05 * wanted.abs().max()
+    assert output.row_logits(1).isfinite().all()
+
+
+def test_models_that_cannot_leave_logits_out(tiny_target: GetTarget, monkeypatch):
+    """A model without ``logits_to_keep`` computes all rows; the prompt's message still holds the last one alone."""
+    target = tiny_target("llama")
+    assert target._can_keep_logits
+    target.allocate(1, 32, 1)
+    wanted = target.prefill(0, TEXT).row_logits(0)
+    target.reset(0)
+    monkeypatch.setattr(target, "_can_keep_logits", False)
+    got = target.prefill(0, TEXT).row_logits(0)
+    assert got.shape == wanted.shape == (1, target.vocab_size)
+    assert torch.allclose(got, wanted, atol=1e-5)
+
+
 # --- trees of every shape -------------------------------------------------------------------------------------------
 
 SHAPES = {

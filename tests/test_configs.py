@@ -59,10 +59,11 @@ def test_every_drafter_file_composes_without_an_edit_elsewhere():
 
 def test_files_hold_no_accidental_booleans():
     """``exact: off`` without quotes is false to YAML 1.1; a word that reads as a boolean is quoted."""
+    meant = {"resume", "overwrite", "trust_remote_code", "disable_existing_loggers"}
     folder = Path(str(conf.__path__[0]))
     for path in folder.rglob("*.yaml"):
         for name, value in (yaml.safe_load(path.read_text("utf-8")) or {}).items():
-            assert not isinstance(value, bool) or name in {"resume", "overwrite", "exist_ok", "trust_remote_code"}, path
+            assert not isinstance(value, bool) or name in meant, path
 
 
 def test_strategies_default_to_those_that_need_nothing():

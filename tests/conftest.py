@@ -16,6 +16,10 @@ from tiny_models import ARCHITECTURES, tiny_model
 
 from specdec_lab.target import Exact, Target
 
+# The same examples each time, and no limit that a busy machine could break.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
+
 torch.set_num_threads(1)  # tiny models lose time to a second thread
 
 

@@ -12,9 +12,12 @@ from functools import cache
 
 import pytest
 import torch
+from hypothesis import settings
 from tiny_models import ARCHITECTURES, tiny_model
 
 from specdec_lab.target import Exact, Target
+
+pytest.register_assert_rewrite("oracles")  # failures there show their values too
 
 # The same examples each time, and no limit that a busy machine could break.
 settings.register_profile("repeatable", deadline=None, derandomize=True)

@@ -19,10 +19,11 @@ class NgramDrafter(Drafter):
     Prompt lookup decoding (Saxena 2023; ``prompt_lookup_num_tokens`` in transformers) over prompt and output.
     Differences: the index is updated incrementally, so that work per round does not grow with the text; the most
     recent occurrence comes first; a copy may run into the tokens that it is itself producing, so that a loop is
-    drafted to full depth; several distinct continuations may share the tree.
+    drafted to full depth; the longer the match, the longer the draft; several distinct continuations share the tree.
 
     Args:
-        k: draft tokens along one continuation.
+        k: most draft tokens along one continuation.
+        per_match: draft tokens per matched token, up to ``k``: a match of one token is trusted for this many.
         max_ngram: longest suffix that is looked up.
         min_ngram: shortest suffix that is looked up.
         branches: distinct continuations in one tree; 1 gives a chain.
@@ -35,15 +36,16 @@ class NgramDrafter(Drafter):
         target: Target,
         *,
         k: Annotated[int, Field(ge=1, le=256)] = 8,
+        per_match: Annotated[int, Field(ge=1, le=256)] = 2,
         max_ngram: Annotated[int, Field(ge=1, le=32)] = 4,
-        min_ngram: Annotated[int, Field(ge=1, le=32)] = 2,
-        branches: Annotated[int, Field(ge=1, le=64)] = 1,
+        min_ngram: Annotated[int, Field(ge=1, le=32)] = 1,
+        branches: Annotated[int, Field(ge=1, le=64)] = 2,
         max_nodes: Annotated[int, Field(ge=2, le=1024)] = 16,
         occurrences: Annotated[int, Field(ge=1, le=1024)] = 64,
     ) -> None:
         super().__init__(target, max_nodes=max_nodes)
         self.check_parameters(min_ngram=min_ngram, max_ngram=max_ngram)
-        self.k, self.branches, self.occurrences = k, branches, occurrences
+        self.k, self.per_match, self.branches, self.occurrences = k, per_match, branches, occurrences
         self.eos_ids = target.eos_ids
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
 
@@ -59,11 +61,12 @@ class NgramDrafter(Drafter):
             context.state = NgramIndex(self.min_ngram, self.max_ngram, self.occurrences)
         index: NgramIndex = context.state
         index.catch_up(context.tokens)
-        depth = min(self.k, context.max_depth)
+        deepest = min(self.k, context.max_depth)
         paths: list[tuple[int, ...]] = []
-        for start in index.continuations(context.tokens):
+        for matched, start in index.matches(context.tokens):
+            depth = min(deepest, self.per_match * matched)
             path = self._until_eos(copy_from(context.tokens, start, depth))
-            if path not in paths:
+            if not any(other[: len(path)] == path for other in paths):
                 paths.append(path)
             if len(paths) == self.branches:
                 break
@@ -95,12 +98,15 @@ class NgramIndex:
                 del starts[0]
         self._next_end = max(self._next_end, len(tokens))
 
-    def continuations(self, tokens: Sequence[int]) -> list[int]:
-        """Return positions after earlier occurrences of the suffix: longest match first, then most recent first."""
+    def matches(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """Return ``(matched tokens, position after them)`` of earlier occurrences of the suffix, the best first.
+
+        A longer match is better; of equally long ones, the more recent.
+        """
         if len(tokens) < self._shortest:
             return []
         starts = self._starts.get(tuple(tokens[len(tokens) - self._shortest :]), ())
-        return sorted(starts, key=lambda start: (self._match_length(tokens, start), start), reverse=True)
+        return sorted(((self._match_length(tokens, start), start) for start in starts), reverse=True)
 
     def _match_length(self, tokens: Sequence[int], start: int) -> int:
         """Count the tokens before ``start`` that equal the suffix, up to the longest length."""

@@ -14,7 +14,7 @@ from specdec_lab.drafters.base import DraftContext, Verification
 from specdec_lab.drafters.ngram import NgramDrafter, NgramIndex, copy_from
 from specdec_lab.errors import InputError
 from specdec_lab.target import Target
-from specdec_lab.tree import DraftTree, chain, root_only
+from specdec_lab.tree import DraftTree, chain, from_paths, root_only
 
 GetTarget = Callable[..., Target]
 EOS = 2
@@ -22,10 +22,11 @@ EOS = 2
 
 @pytest.fixture
 def propose(tiny_target: GetTarget) -> Callable[..., DraftTree]:
-    """Return ``(tokens, max_depth, drafter settings) -> tree``."""
+    """Return ``(tokens, max_depth, drafter settings) -> tree``; unless told otherwise one chain, to full depth."""
     target = tiny_target()
 
     def first_tree(tokens: Sequence[int], max_depth: int = 99, **settings: Any) -> DraftTree:
+        settings = {"per_match": 99, "min_ngram": 2, "branches": 1} | settings
         return NgramDrafter(target, **settings).propose(context_of(tokens, max_depth))
 
     return first_tree
@@ -109,6 +110,22 @@ def test_depth_is_that_of_k_and_of_what_is_left(max_depth: int, propose: Callabl
     assert tree == chain(13, range(14, 14 + min(8, max_depth)))
 
 
+def test_a_longer_match_is_trusted_further(propose: Callable[..., DraftTree]):
+    """One matched token gives two drafts, two give four, up to k; each branch has its own match and depth."""
+    text = [9, 4, 5, 6, 30, 31, 32, 33, 34, 35, 8, 6, 40, 41, 42, 43, 7, 4, 5, 6]
+    options = {"per_match": 2, "min_ngram": 1, "max_ngram": 4}
+    assert propose(text, k=8, **options) == chain(6, [30, 31, 32, 33, 34, 35])
+    assert propose(text, k=5, **options) == chain(6, [30, 31, 32, 33, 34])
+    assert propose(text, k=8, branches=2, **options) == from_paths(6, [[30, 31, 32, 33, 34, 35], [40, 41]])
+
+
+def test_a_continuation_that_another_contains_takes_no_branch(propose: Callable[..., DraftTree]):
+    """Guards TR-07: the shorter of two equal beginnings adds nothing, so the next distinct guess gets its place."""
+    text = [4, 5, 6, 30, 31, 32, 33, 34, 7, 6, 40, 41, 3, 6, 30, 31, 8, 4, 5, 6]
+    tree = propose(text, k=8, per_match=2, min_ngram=1, max_ngram=3, branches=2)
+    assert tree == from_paths(6, [[30, 31, 32, 33, 34, 7], [40, 41]])
+
+
 def test_size_is_bounded(propose: Callable[..., DraftTree]):
     text = [token for turn in range(12) for token in (5, 6, 30 + turn, 50 + turn, 70 + turn)] + [5, 6]
     assert len(propose(text, k=8, branches=64, occurrences=64, max_nodes=9)) == 9
@@ -134,7 +151,7 @@ def test_agrees_with_a_search_of_the_whole_text(text: list[int], shortest: int, 
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == suffix and end not in found:
                 found.append(end)
-    assert list(index.continuations(text)) == found
+    assert [start for _, start in index.matches(text)] == found
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data(), st.integers(0, 30))
@@ -162,7 +179,9 @@ class CountingText(list[int]):
 
 def test_work_per_round_does_not_grow_with_the_text(tiny_target: GetTarget):
     """Guards PF-01: tokens read per round at 16 k tokens are those at 1 k, over nine lengths of n-gram."""
-    drafter = NgramDrafter(tiny_target(), k=8, max_ngram=10, min_ngram=2, branches=4, max_nodes=64, occurrences=6)
+    drafter = NgramDrafter(
+        tiny_target(), k=8, per_match=8, max_ngram=10, min_ngram=2, branches=4, max_nodes=64, occurrences=6
+    )
     context = context_of([3])
     text = context.tokens = CountingText([3])
     most: dict[int, int] = {}
@@ -186,12 +205,12 @@ def test_memory_is_bounded(tiny_target: GetTarget):
     text = [7, 8, 9] * 2000
     index.catch_up(text)
     assert sorted(len(starts) for starts in index._starts.values()) == [5, 5, 5]
-    assert list(index.continuations(text)) == [len(text) - 3 * turn for turn in range(1, 6)]
+    assert [start for _, start in index.matches(text)] == [len(text) - 3 * turn for turn in range(1, 6)]
 
 
 def test_each_sequence_has_an_index_of_its_own(tiny_target: GetTarget):
     """Guards CP-03 and ML-04: what one sequence said is not proposed to another, and the drafter keeps none of it."""
-    drafter = NgramDrafter(tiny_target())
+    drafter = NgramDrafter(tiny_target(), per_match=8, min_ngram=2)
     before = set(vars(drafter))
     first, second = context_of([5, 6, 30, 31, 5, 6]), context_of([9, 5, 6])
     assert drafter.propose(first) == chain(6, [30, 31, 5, 6, 30, 31, 5, 6])

@@ -107,10 +107,12 @@ def test_rates_are_totals_over_totals():
 
 
 def test_in_a_batch_the_user_waits_for_whole_rounds():
-    """Two rows share 2 s of rounds: each bears 1 s of the rate, and each of their users waited 2 s for 4 tokens."""
+    """Two rows share 2 s of rounds: each bears 1 s for its 4 tokens, and each of their users waited 2 s for them."""
     rows = [row([1, 1], decode=1.0, question_id=n) | {"decode_elapsed_seconds": 2.0} for n in (0, 1)]
     assert metrics.decode_tokens_per_second(rows) == 8 / 2
-    assert metrics.time_per_output_token_ms(rows) == {"p50": 500.0, "p95": 500.0, "p99": 500.0}
+    assert metrics.time_per_output_token_ms(rows) == {"p50": 250.0, "p95": 250.0, "p99": 250.0}
+    assert metrics.user_time_per_output_token_ms(rows) == {"p50": 500.0, "p95": 500.0, "p99": 500.0}
+    assert {*metrics.counters(rows)} >= {"time_per_output_token_ms", "user_time_per_output_token_ms"}
 
 
 def test_an_answer_of_one_token_has_no_decode_rate():
@@ -118,8 +120,10 @@ def test_an_answer_of_one_token_has_no_decode_rate():
     rows = [row([], [], [], decode=0.0)]
     metrics.check_identities(rows[0])
     assert metrics.emitted(rows) == 0
-    for number in ("decode_tokens_per_second", "mean_acceptance_length", "time_per_output_token_ms", "round_ms"):
+    for number in ("decode_tokens_per_second", "mean_acceptance_length", "round_ms"):
         assert getattr(metrics, number)(rows) is None
+    assert metrics.time_per_output_token_ms(rows) is None
+    assert metrics.user_time_per_output_token_ms(rows) is None
     assert metrics.end_to_end_tokens_per_second(rows) == 2.0
 
 

@@ -173,6 +173,8 @@ def speculative_decode(
         DrafterError: the strategy broke a promise.
         RuntimeError: another decode took the target's cache before this one had ended.
     """
+    if drafter.target is not target:
+        raise DrafterError(f"{type(drafter).__name__} was made for another target; make one for {target.name}")
     if batch_size < 1:
         raise InputError("batch_size", batch_size, "give a whole number of at least 1")
     watch = stopwatch or Stopwatch()
@@ -194,7 +196,7 @@ def speculative_decode(
                 yield Progress(index, (), Generation(request, error=str(error)))
                 continue
             elapsed += sum(parts.values())
-            sequence.time.add(parts)
+            sequence.time.prefill = sum(parts.values())  # all of the set-up, so that decode time is that of the rounds
             sequence.started_at = elapsed
             active[free.pop()] = sequence
             yield from _report(target, sequence, tuple(sequence.output), elapsed, active, free)
@@ -202,8 +204,10 @@ def speculative_decode(
             continue
         _check_lease(target, lease)
         with watch.lap() as parts:
+            contexts = _contexts_to_draft(active)
             with watch.part("draft"):
-                trees = _propose(drafter, active)
+                proposed = drafter.propose_batch(contexts) if contexts else []
+            trees = _checked_trees(drafter, active, contexts, proposed)
             with watch.part("verify"):
                 output = target.forward(trees, drafter.feature_layers)
             with watch.part("accept"):
@@ -277,16 +281,21 @@ def _start(
     return sequence
 
 
-def _propose(drafter: Drafter, active: dict[int, _Sequence]) -> dict[int, DraftTree]:
-    """Ask for one tree per row and hold the drafter to its promises; a row with one token left gets a plain step."""
-    trees = {row: root_only(s.context.tokens[-1]) for row, s in active.items()}
-    contexts = {row: s.context for row, s in active.items() if s.max_depth > 0}
-    for row, context in contexts.items():
-        context.max_depth = active[row].max_depth
-    if not contexts:
-        return trees
+def _contexts_to_draft(active: dict[int, _Sequence]) -> list[DraftContext]:
+    """Return the contexts of rows that can use a draft; a row with one token left gets a plain step."""
+    contexts = [sequence.context for sequence in active.values() if sequence.max_depth > 0]
+    for context in contexts:
+        context.max_depth = active[context.row].max_depth
+    return contexts
+
+
+def _checked_trees(
+    drafter: Drafter, active: dict[int, _Sequence], contexts: Sequence[DraftContext], proposed: Sequence[DraftTree]
+) -> dict[int, DraftTree]:
+    """Return one tree per row and hold the drafter to its promises."""
+    trees = {row: root_only(sequence.context.tokens[-1]) for row, sequence in active.items()}
     name, vocab_size = type(drafter).__name__, drafter.target.vocab_size
-    for context, tree in zip(contexts.values(), drafter.propose_batch(list(contexts.values())), strict=True):
+    for context, tree in zip(contexts, proposed, strict=True):
         if tree.tokens[0] != context.tokens[-1]:
             raise DrafterError(f"{name} rooted its tree at {tree.tokens[0]}, not at {context.tokens[-1]}")
         if tree.depth > context.max_depth or len(tree) > drafter.max_nodes:
@@ -296,6 +305,8 @@ def _propose(drafter: Drafter, active: dict[int, _Sequence]) -> dict[int, DraftT
             )
         if max(tree.tokens) >= vocab_size:
             raise DrafterError(f"{name} proposed token {max(tree.tokens)}; the target's ids end at {vocab_size - 1}")
+        if tree.draft_probs is not None:  # to walk such a tree as if it were deterministic would waste its drafts
+            raise DrafterError(f"{name} proposed sampled drafts; no acceptance rule for draft_probs is available yet")
         trees[context.row] = tree
     return trees
 

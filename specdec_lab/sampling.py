@@ -67,13 +67,13 @@ class SamplingParams:
         """Return transformers' own processors in the order in which ``generate`` applies them."""
         processors = LogitsProcessorList()
         if self.temperature not in (0, 1):
-            processors.append(TemperatureLogitsWarper(self.temperature))
+            processors.append(TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k is not None:
             processors.append(TopKLogitsWarper(self.top_k))
         if self.top_p is not None and self.top_p < 1:
-            processors.append(TopPLogitsWarper(self.top_p))
+            processors.append(TopPLogitsWarper(float(self.top_p)))
         if self.min_p is not None:
-            processors.append(MinPLogitsWarper(self.min_p))
+            processors.append(MinPLogitsWarper(float(self.min_p)))
         return processors
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from psutil import virtual_memory
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -309,6 +310,9 @@ class Target:
 
         Buffers that are already large enough are kept; every row is empty afterwards. ``lease`` counts the calls, so
         that whoever made an earlier one can tell that the rows are no longer its own.
+
+        Raises:
+            NoRoomError: the device has not enough free memory for the buffers.
         """
         self.lease += 1
         capacity = tokens + self._padded_nodes(tree_nodes)
@@ -316,9 +320,23 @@ class Target:
             capacity = _round_up(tokens + max(self._padded_nodes(tree_nodes), QUERY_BUCKETS[-1]), KV_MULTIPLE)
         if self._cache is None or self._cache.rows < rows or self._cache.capacity < capacity:
             self._cache = None  # frees the old buffers before the new ones are made
+            self._refuse_without_memory(rows, capacity)
             self._cache = TreeCache(self._layers, rows, capacity)
         self._lengths = [0] * self._cache.rows
         self._pending = {}
+
+    def _refuse_without_memory(self, rows: int, capacity: int) -> None:
+        needed: dict[torch.device, int] = {}
+        for shape in self._layers.values():
+            numbers = rows * capacity * shape.kv_heads * (shape.key_dim + shape.value_dim)
+            needed[shape.device] = needed.get(shape.device, 0) + numbers * shape.dtype.itemsize
+        for device, count in needed.items():
+            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else virtual_memory().available
+            if count > free:
+                raise NoRoomError(
+                    f"a cache of {rows} rows of {capacity} tokens takes {count / 1e9:.1f} GB and {device} has "
+                    f"{free / 1e9:.1f} GB free; use a smaller batch, fewer new tokens or shorter prompts"
+                )
 
     @property
     def cache(self) -> TreeCache:

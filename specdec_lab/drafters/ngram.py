@@ -27,8 +27,8 @@ class NgramDrafter(Drafter):
         max_ngram: longest suffix that is looked up.
         min_ngram: shortest suffix that is looked up.
         branches: distinct continuations in one tree; 1 gives a chain.
-        max_nodes: bound of the tree's size, root included.
-        occurrences: earlier positions remembered per shortest n-gram; the oldest is forgotten first.
+        max_nodes: bound of the tree's size, root included; ``None`` leaves room for every branch.
+        occurrences: earlier positions remembered per indexed n-gram; the oldest is forgotten first.
     """
 
     def __init__(
@@ -37,23 +37,28 @@ class NgramDrafter(Drafter):
         *,
         k: Annotated[int, Field(ge=1, le=256)] = 8,
         per_match: Annotated[int, Field(ge=1, le=256)] = 2,
-        max_ngram: Annotated[int, Field(ge=1, le=32)] = 4,
+        max_ngram: Annotated[int, Field(ge=1, le=32)] = 8,
         min_ngram: Annotated[int, Field(ge=1, le=32)] = 1,
         branches: Annotated[int, Field(ge=1, le=64)] = 2,
-        max_nodes: Annotated[int, Field(ge=2, le=1024)] = 16,
+        max_nodes: Annotated[int, Field(ge=2, le=1024)] | None = None,
         occurrences: Annotated[int, Field(ge=1, le=1024)] = 64,
     ) -> None:
-        super().__init__(target, max_nodes=max_nodes)
-        self.check_parameters(min_ngram=min_ngram, max_ngram=max_ngram)
+        super().__init__(target, max_nodes=max_nodes or 1 + branches * k)
+        self.check_parameters(k=k, per_match=per_match, min_ngram=min_ngram, max_ngram=max_ngram)
         self.k, self.per_match, self.branches, self.occurrences = k, per_match, branches, occurrences
         self.eos_ids = target.eos_ids
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
 
     @classmethod
-    def check_parameters(cls, *, min_ngram: int, max_ngram: int, **others: Any) -> None:
-        """Refuse a shortest suffix that is longer than the longest."""
+    def check_parameters(cls, *, k: int, per_match: int, min_ngram: int, max_ngram: int, **others: Any) -> None:
+        """Refuse a shortest suffix that is longer than the longest, and a depth that no match can reach."""
         if min_ngram > max_ngram:
             raise InputError("min_ngram", min_ngram, f"give at most max_ngram, which is {max_ngram}")
+        if k > per_match * max_ngram:
+            reach = f"per_match * max_ngram, which is {per_match * max_ngram}"
+            raise InputError(
+                "k", k, f"the longest match allows {reach} drafts; give at most that, or raise one of them"
+            )
 
     def propose(self, context: DraftContext) -> DraftTree:
         """Return the best continuations of the current suffix; the root alone if it never occurred before."""
@@ -78,24 +83,27 @@ class NgramDrafter(Drafter):
 
 
 class NgramIndex:
-    """Where each n-gram of the shortest length was followed by something, in a growing text.
+    """Where short n-grams of a growing text were followed by something.
 
-    Longer matches are found by comparing backwards from these places, so that a new token costs one entry and not one
-    per length.
+    Two lengths are indexed: the shortest, and one two tokens longer, so that a long match is found even where its last
+    token is a common one. Still longer matches show when the tokens before these places are compared.
     """
 
     def __init__(self, shortest: int, longest: int, occurrences: int) -> None:
         self._shortest, self._longest, self._occurrences = shortest, longest, occurrences
+        self._lengths = sorted({shortest, min(shortest + 2, longest)})
         self._starts: dict[tuple[int, ...], list[int]] = {}
         self._next_end = shortest
 
     def catch_up(self, tokens: Sequence[int]) -> None:
         """Index every n-gram that has a token after it; the current suffix has none and cannot match itself."""
         for end in range(self._next_end, len(tokens)):
-            starts = self._starts.setdefault(tuple(tokens[end - self._shortest : end]), [])
-            starts.append(end)
-            if len(starts) > self._occurrences:
-                del starts[0]
+            for length in self._lengths:
+                if length <= end:
+                    starts = self._starts.setdefault(tuple(tokens[end - length : end]), [])
+                    starts.append(end)
+                    if len(starts) > self._occurrences:
+                        del starts[0]
         self._next_end = max(self._next_end, len(tokens))
 
     def matches(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
@@ -103,9 +111,8 @@ class NgramIndex:
 
         A longer match is better; of equally long ones, the more recent.
         """
-        if len(tokens) < self._shortest:
-            return []
-        starts = self._starts.get(tuple(tokens[len(tokens) - self._shortest :]), ())
+        suffixes = (tuple(tokens[len(tokens) - length :]) for length in self._lengths if length <= len(tokens))
+        starts = {start for suffix in suffixes for start in self._starts.get(suffix, ())}
         return sorted(((self._match_length(tokens, start), start) for start in starts), reverse=True)
 
     def _match_length(self, tokens: Sequence[int], start: int) -> int:

@@ -24,7 +24,7 @@ def load_hub(
         model: hub id, folder with a configuration and safetensors weights, or path of a ``.gguf`` file.
         dtype: ``auto`` (bfloat16 where the device computes in it, else float32), ``float32``, ``bfloat16`` or
             ``float16``.
-        device: ``auto`` (the first CUDA device, else the CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
+        device: ``auto`` (the first CUDA device, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
         revision: branch, tag or commit of a hub id.
         exact: see ``specdec_lab.target.Target``.
         attention: ``auto`` (the fastest that computes what the model needs), ``packed``, ``sdpa`` or ``eager``.

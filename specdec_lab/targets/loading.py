@@ -76,15 +76,13 @@ def choose_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, number = device.partition(":")
     index = int(number) if number.isdecimal() else None
-    if kind not in {"cpu", "cuda", "mps"} or (number and (index is None or kind != "cuda")):
-        raise InputError("target.device", device, "use auto, cpu, cuda, cuda:N or mps")
+    if kind not in {"cpu", "cuda"} or (number and (index is None or kind != "cuda")):
+        raise InputError("target.device", device, "use auto, cpu, cuda or cuda:N")
     if kind == "cuda" and (index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise InputError(
             "target.device", device, f"torch {torch.__version__} sees {found} CUDA devices; use cpu or auto"
         )
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise InputError("target.device", device, "this machine has no mps device; use cpu or auto")
     return torch.device(device)
 
 

@@ -26,7 +26,7 @@ def propose(tiny_target: GetTarget) -> Callable[..., DraftTree]:
     target = tiny_target()
 
     def first_tree(tokens: Sequence[int], max_depth: int = 99, **settings: Any) -> DraftTree:
-        settings = {"per_match": 99, "min_ngram": 2, "branches": 1} | settings
+        settings = {"per_match": 99, "min_ngram": 2, "max_ngram": 4, "branches": 1} | settings
         return NgramDrafter(target, **settings).propose(context_of(tokens, max_depth))
 
     return first_tree
@@ -122,7 +122,7 @@ def test_a_longer_match_is_trusted_further(propose: Callable[..., DraftTree]):
 def test_a_continuation_that_another_contains_takes_no_branch(propose: Callable[..., DraftTree]):
     """Guards TR-07: the shorter of two equal beginnings adds nothing, so the next distinct guess gets its place."""
     text = [4, 5, 6, 30, 31, 32, 33, 34, 7, 6, 40, 41, 3, 6, 30, 31, 8, 4, 5, 6]
-    tree = propose(text, k=8, per_match=2, min_ngram=1, max_ngram=3, branches=2)
+    tree = propose(text, k=6, per_match=2, min_ngram=1, max_ngram=3, branches=2)
     assert tree == from_paths(6, [[30, 31, 32, 33, 34, 7], [40, 41]])
 
 
@@ -131,6 +131,19 @@ def test_size_is_bounded(propose: Callable[..., DraftTree]):
     assert len(propose(text, k=8, branches=64, occurrences=64, max_nodes=9)) == 9
     assert len(propose(text, k=3, branches=64, occurrences=4, max_nodes=64)) == 1 + 4 * 3
     assert len(propose(text, k=8, max_nodes=4)) == 4
+
+
+def test_a_long_match_is_found_behind_many_short_ones(propose: Callable[..., DraftTree]):
+    """The last token is a common one; the place where three tokens match lies further back than is remembered of it."""
+    text = [4, 5, 6, 30, 31, *(token for turn in range(100) for token in (50 + turn % 20, 6)), 4, 5, 6]
+    assert propose(text, k=2, min_ngram=1, occurrences=16) == chain(6, [30, 31])
+
+
+def test_a_depth_that_no_match_reaches_is_refused(tiny_target: GetTarget):
+    """Guards SP-08: a larger k that would change nothing is an error, not silence."""
+    with pytest.raises(InputError, match=r"^k=20: the longest match allows .* 16 drafts"):
+        NgramDrafter(tiny_target(), k=20)
+    assert NgramDrafter(tiny_target(), k=16).max_nodes == 33
 
 
 def test_settings_that_contradict_each_other_are_refused(tiny_target: GetTarget):
@@ -196,15 +209,16 @@ def test_work_per_round_does_not_grow_with_the_text(tiny_target: GetTarget):
                 drafter.propose(context)
                 most[size] = max(most[size], text.read)
     assert 0 < most[16_000] <= 1.2 * most[1_000]
-    assert max(most.values()) <= 2 + 2 + 6 * 2 * 8 + 6 * 8 + 1  # index, look up, compare backwards, copy, root
+    # index and look up two lengths, compare 12 places backwards, copy, root
+    assert max(most.values()) <= 2 * (2 + 4) + 12 * 2 * 8 + 12 * 8 + 1
 
 
 def test_memory_is_bounded(tiny_target: GetTarget):
-    """Guards ML-04: one entry per token at most, ``occurrences`` of them per n-gram, and the latest ones."""
+    """Guards ML-04: two entries per token at most, ``occurrences`` of them per n-gram, and the latest ones."""
     index = NgramIndex(2, 4, occurrences=5)
     text = [7, 8, 9] * 2000
     index.catch_up(text)
-    assert sorted(len(starts) for starts in index._starts.values()) == [5, 5, 5]
+    assert sorted(len(starts) for starts in index._starts.values()) == [5] * 6
     assert [start for _, start in index.matches(text)] == [len(text) - 3 * turn for turn in range(1, 6)]
 
 

@@ -1,4 +1,4 @@
-"""From a conversation to the prompt's token ids; training and decoding both render with this."""
+"""From a conversation to the prompt's token ids: the one place that renders a chat."""
 
 from __future__ import annotations
 

@@ -6,15 +6,18 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_object
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from specdec_lab.errors import InputError
+from specdec_lab.errors import InputError, one_line
 
 Model = TypeVar("Model", bound=BaseModel)
+
+PositiveInt = Annotated[int, Field(strict=True, ge=1)]
+"""A whole number of at least 1; neither a text nor a truth value passes for one."""
 
 ALL_DRAFTERS = "all_drafters"
 """Name under which entry configurations pull in every file of ``conf/drafter/``."""
@@ -49,7 +52,7 @@ def locate(path: object, where: str) -> Any:
     try:
         return get_object(str(path))
     except Exception as error:  # an import runs the module, which can raise anything
-        raise InputError(f"{where}._target_", path, f"it cannot be imported ({_first_line(error)})") from error
+        raise InputError(f"{where}._target_", path, f"it cannot be imported ({one_line(error)})") from error
 
 
 def check_arguments(
@@ -111,7 +114,3 @@ def suggest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     meant = f" (did you mean {close[0]}?)" if close else ""
     return f"{meant}; choose from {', '.join(names)}" if names else "; none is accepted here"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from specdec_lab.bench import metrics
 from specdec_lab.bench.columns import scalars
 from specdec_lab.config import validate
-from specdec_lab.errors import InputError
+from specdec_lab.errors import InputError, described
 
 if TYPE_CHECKING:
     import wandb  # imported where it is used: a run without tracking never loads it
@@ -113,11 +113,11 @@ def track_summary(
         own_rows = [row for row in rows if row["strategy"] == entry["name"]]
         outcome = _try_to_log(entry, own_rows, facts, settings, run_dir)
         if isinstance(outcome, Exception) and settings.mode == "online" and _is_connection_error(outcome):
-            log.warning("W&B cannot be reached (%s); the runs are kept offline for `wandb sync`.", _sentence(outcome))
+            log.warning("W&B cannot be reached (%s); the runs are kept offline for `wandb sync`.", described(outcome))
             settings = settings.model_copy(update={"mode": "offline"})
             outcome = _try_to_log(entry, own_rows, facts, settings, run_dir)
         if isinstance(outcome, Exception):
-            log.warning("W&B has no full run of %s (%s); the files are complete.", entry["name"], _sentence(outcome))
+            log.warning("W&B has no full run of %s (%s); the files are complete.", entry["name"], described(outcome))
         else:
             folders.append(outcome)
     if folders:
@@ -259,11 +259,6 @@ def _is_connection_error(error: Exception) -> bool:
     from wandb.errors import CommError
 
     return isinstance(error, CommError)
-
-
-def _sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _without_secrets(value: Any, secrets: Sequence[str], name: str = "") -> Any:

@@ -57,7 +57,7 @@ def _run(config: DictConfig, folder: Path) -> int:
         say_error(err, str(error))
         return REFUSED
     except OSError as error:  # of a library, while it loads: the run's own files have their sentence already
-        say_error(err, _sentence(error))
+        say_error(err, library_message(error))
         return REFUSED
     except KeyboardInterrupt:
         say(err, f"interrupted; what was computed is kept, go on with: hydra.run.dir='{folder}' resume=true")
@@ -90,7 +90,7 @@ def run_hydra(main: Callable[[], None]) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         if wants_traceback:
             raise
-        say_error(Console(stderr=True), _sentence(error))
+        say_error(Console(stderr=True), library_message(error))
         return REFUSED
     except OSError as error:  # Hydra makes the run folder before the job starts
         remedy = f"the run folder cannot be made ({error.strerror}); give another one"
@@ -119,13 +119,13 @@ def plain_config(config: DictConfig) -> dict:
     try:
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise InputError(error.full_key or "config", None, _sentence(error)) from error
+        raise InputError(error.full_key or "config", None, library_message(error)) from error
     assert isinstance(plain, dict)
     return plain
 
 
-def _sentence(error: Exception) -> str:
-    """Return a library's message in one line, without the parts that help nobody."""
+def library_message(error: Exception) -> str:
+    """Return all of a message of Hydra's or OmegaConf's in one line, without the parts that help nobody."""
     text = f"{error} {error.__cause__ or ''}".split("Config search path")[0]
     lines = [line.strip() for line in text.splitlines()]
     return " ".join(line for line in lines if line and not line.startswith(("object_type=", "full_key:")))

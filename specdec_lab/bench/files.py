@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from specdec_lab.errors import InputError, SpecdecError
+from specdec_lab.errors import InputError, SpecdecError, listed
 
 CONFIG, REQUESTS, SUMMARY, TABLE, LOG = "config.yaml", "requests.jsonl", "summary.json", "summary.csv", "benchmark.log"
 TRACKING = "wandb"
@@ -34,11 +34,11 @@ def check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
     if resume:
         raise InputError("resume", True, f"{folder} holds no {CONFIG} of an earlier run; give the folder of a run")
     if not overwrite:
-        remedy = f"the folder holds {_listed(held)}; add resume=true, overwrite=true or give another folder"
+        remedy = f"the folder holds {listed(held, most=3)}; add resume=true, overwrite=true or give another folder"
         raise InputError("hydra.run.dir", str(folder), remedy)
     foreign = [name for name in held if name.removesuffix(_TEMPORARY) not in WRITTEN_BY_A_RUN]
     if foreign:
-        remedy = f"overwrite=true only removes what a run writes, and {folder} also holds {_listed(foreign)}"
+        remedy = f"overwrite=true only removes what a run writes, and {folder} also holds {listed(foreign, most=3)}"
         raise InputError("overwrite", True, f"{remedy}; give another folder")
 
 
@@ -78,8 +78,3 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _listed(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

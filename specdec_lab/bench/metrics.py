@@ -189,7 +189,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def counters(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return everything that the summary says about one strategy's successful rows alone, by the names of ``docs/results.md``."""
+    """Return what the summary says about one strategy's successful rows alone, named as in ``docs/results.md``."""
     return {
         "rounds": rounds(rows),
         "proposed": proposed(rows),

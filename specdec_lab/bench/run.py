@@ -18,7 +18,7 @@ from specdec_lab.bench.settings import BASELINE, RunPlan
 from specdec_lab.chat import render_chat
 from specdec_lab.decode import Generation, Request, speculative_decode
 from specdec_lab.drafters.base import Drafter
-from specdec_lab.errors import InputError, SpecdecError
+from specdec_lab.errors import InputError, described
 from specdec_lab.sampling import SamplingParams
 from specdec_lab.target import Target
 from specdec_lab.timing import Stopwatch
@@ -68,7 +68,7 @@ class Contexts:
         try:
             return render(self.target, prompt, answers)
         except Exception as error:  # a chat template is a program of the model's author and can fail in any way
-            return one_sentence(error)
+            return described(error)
 
 
 def render(target: Target, prompt: Prompt, answers: Sequence[str]) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ def decode(
         return
     except Exception as error:  # of the model or the drafter; the consumer's own do not pass through here
         log.warning("%s failed", strategy.name, exc_info=True)
-        sentence = one_sentence(error)
+        sentence = described(error)
     for row in range(target.cache.rows):
         target.reset(row, clear=True)
     for index, request in enumerate(requests):
@@ -217,12 +217,6 @@ def decode(
         else:
             for _, generation in decode(strategy, [request], sampling, 1, clock):
                 yield index, generation
-
-
-def one_sentence(error: Exception) -> str:
-    """Return what an exception says, in one line, with its type unless it was written for the user."""
-    lines = str(error).strip().splitlines() or ["no further message"]
-    return lines[0] if isinstance(error, SpecdecError) else f"{type(error).__name__}: {lines[0]}"
 
 
 def _rows_of_block(

@@ -10,7 +10,7 @@ from omegaconf import MISSING
 from pydantic import BaseModel, ConfigDict, Field
 
 from specdec_lab.bench.prompts import PromptSet, load_prompts
-from specdec_lab.config import check_arguments, locate, suggest, validate
+from specdec_lab.config import PositiveInt, check_arguments, locate, suggest, validate
 from specdec_lab.drafters.base import Drafter
 from specdec_lab.errors import InputError
 from specdec_lab.sampling import SamplingParams
@@ -28,11 +28,9 @@ accepts most, so both names select it."""
 
 GROUPS = ("drafter", "target", "prompts", "sampling", "tracking")
 
-PositiveInt = Annotated[int, Field(strict=True, ge=1)]
-
 
 class BenchmarkSettings(BaseModel):
-    """Values of ``conf/benchmark.yaml`` besides its groups; the contract's table of options explains each."""
+    """Values of ``conf/benchmark.yaml`` besides its groups; the file explains each."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

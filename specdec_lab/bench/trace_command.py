@@ -20,11 +20,11 @@ from specdec_lab.bench.command import REFUSED, plain_config, say, say_error
 from specdec_lab.bench.prompts import Prompt, PromptSet
 from specdec_lab.bench.records import RowKey, make_row
 from specdec_lab.bench.run import render
-from specdec_lab.bench.settings import PositiveInt, RunPlan, plan_run
+from specdec_lab.bench.settings import RunPlan, plan_run
 from specdec_lab.bench.trace_view import PAGE_WIDTH, Trace, render_trace, write_html
-from specdec_lab.config import suggest, validate
+from specdec_lab.config import PositiveInt, suggest, validate
 from specdec_lab.decode import Request, speculative_decode
-from specdec_lab.errors import InputError, SpecdecError
+from specdec_lab.errors import InputError, SpecdecError, listed
 
 TOTALS = (
     "output_tokens",
@@ -100,7 +100,7 @@ def choose_prompt(settings: TraceSettings, prompts: PromptSet) -> Prompt:
     found = [prompt for prompt in prompts.prompts if str(prompt.question_id) == settings.question_id]
     if not found:
         known = [str(prompt.question_id) for prompt in prompts.prompts]
-        remedy = f"{prompts.source} has no such question; it has {_some(known)}"
+        remedy = f"{prompts.source} has no such question; it has {listed(known, most=6)}"
         raise InputError("question_id", settings.question_id, remedy)
     return found[0]
 
@@ -157,8 +157,3 @@ def trace_job(config: DictConfig) -> None:
         except SpecdecError as error:
             say_error(err, str(error))
             raise SystemExit(REFUSED) from None
-
-
-def _some(names: list[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -8,13 +8,13 @@ from contextlib import chdir
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_original_cwd
 from omegaconf import DictConfig
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +22,7 @@ from specdec_lab.bench.command import REFUSED, plain_config, say_error
 from specdec_lab.bench.console import progress, result_console
 from specdec_lab.bench.prompts import load_prompts
 from specdec_lab.bench.run import render
-from specdec_lab.config import check_arguments, locate, validate
+from specdec_lab.config import PositiveInt, check_arguments, locate, validate
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.ngram import NgramDrafter
 from specdec_lab.errors import SpecdecError
@@ -35,7 +35,6 @@ from specdec_lab.provenance import machine, package_versions
 from specdec_lab.target import Exact, Target
 
 Part = Literal["attention", "exactness", "generate", "lookup", "long_lookup", "growth", "memory"]
-PositiveInt = Annotated[int, Field(strict=True, ge=1)]
 
 LONG_PROMPTS = (1024, 2048, 4096)
 """Prompt lengths, in tokens, at which prompt lookup is compared."""

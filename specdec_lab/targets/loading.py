@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec_lab.attention import PACKED_ATTENTION
-from specdec_lab.errors import InputError, UnsupportedModelError
+from specdec_lab.errors import InputError, UnsupportedModelError, one_line
 from specdec_lab.target import Exact, Target, refuse_unsupported
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -369,12 +369,6 @@ def load_target(
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
-
-
-def one_line(error: BaseException, limit: int = 240) -> str:
-    """Return the first line of an error's text, shortened, without the full stop."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return text[: limit - 1] + "…" if len(text) > limit else text.rstrip(".")
 
 
 def _load_error(source: ModelSource, part: str, error: Exception) -> InputError:

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from specdec_lab.errors import InputError
+from specdec_lab.errors import InputError, one_line
 from specdec_lab.target import Exact, Target
 from specdec_lab.targets import loading
 
@@ -132,7 +132,7 @@ def damage(folder: Path) -> str | None:
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read: {loading.one_line(error)}"
+        return f"{MANIFEST} cannot be read: {one_line(error)}"
     return None if "model.safetensors" in hashes else f"{MANIFEST} names no weights"
 
 
@@ -241,9 +241,7 @@ def _writing_errors(root: Path) -> Iterator[None]:
                 f"the disk is full; free {CACHE_BYTES // 10**6} MB there or set SPECDEC_LAB_CACHE to another folder"
             )
         else:
-            remedy = (
-                f"cannot write there ({loading.one_line(error)}); set SPECDEC_LAB_CACHE to a folder that can be written"
-            )
+            remedy = f"cannot write there ({one_line(error)}); set SPECDEC_LAB_CACHE to a folder that can be written"
         raise InputError("SPECDEC_LAB_CACHE", str(root), remedy) from error
 
 

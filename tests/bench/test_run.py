@@ -40,7 +40,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["question_id"], row["turn"], row["repeat"]
 
 
-def test_a_run_writes_what_the_contract_says(config, run, tmp_path: Path):
+def test_a_run_writes_what_the_schemas_say(config, run, tmp_path: Path):
     """Every row and the summary pass their schemas; each strategy, prompt, turn and repeat is there once."""
     summary, rows = run({**config, "repeats": 2})
     assert [fault("request", row) for row in rows] == [None] * len(rows)

@@ -44,7 +44,7 @@ def test_auto_is_the_cpu_where_there_is_nothing_else():
 
 
 def test_dtype_names():
-    """Only the names of the contract; no dtype that torch happens to have."""
+    """Only the documented names; no dtype that torch happens to have."""
     assert loading.choose_dtype("float32", CPU) == torch.float32
     assert loading.choose_dtype("bfloat16", CPU) == torch.bfloat16
     assert loading.choose_dtype("float16", CPU) == torch.float16

@@ -3,8 +3,8 @@
     python scripts/benchmark.py strategies=[ngram] target=tiny prompts.limit=4 max_new_tokens=32
     python scripts/benchmark.py -m drafter.ngram.k=4,8
 
-Results go to the run folder: requests.jsonl, summary.json, summary.csv. Exit codes: 0 all rows succeeded, 1 refused or
-had to stop, 3 some rows failed, 130 interrupted. docs/results.md defines files, numbers and options.
+Results go to the run folder: requests.jsonl, summary.json, summary.csv. Exit codes: 0 all rows succeeded; 1 refused, or
+the run had to stop (a full disk, say); 3 some rows failed; 130 interrupted. What was computed is kept in every case.
 """
 
 import sys

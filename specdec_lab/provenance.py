@@ -6,6 +6,7 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,3 +77,8 @@ def cpu_name() -> str | None:
         lines = []
     stated = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(stated, None) or platform.processor() or platform.machine() or None
+
+
+def provenance() -> dict[str, Any]:
+    """Return everything of the above, as result files state it: ``git_sha``, ``versions``, ``machine``."""
+    return {"git_sha": git_sha(), "versions": package_versions(), "machine": machine()}

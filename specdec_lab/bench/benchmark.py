@@ -16,13 +16,31 @@ from rich.logging import RichHandler
 
 from specdec_lab.bench import exactness
 from specdec_lab.bench.console import progress, result_table
-from specdec_lab.bench.files import CONFIG, LOG, REQUESTS, check_folder, clear_folder, storage, write_atomically
-from specdec_lab.bench.records import RequestLog
-from specdec_lab.bench.run import Clock, Strategy, expected_keys, run_rows
+from specdec_lab.bench.files import (
+    CONFIG,
+    LOG,
+    REQUESTS,
+    check_folder,
+    clear_folder,
+    read_config,
+    storage,
+    write_atomically,
+)
+from specdec_lab.bench.records import RequestLog, read_rows
+from specdec_lab.bench.run import (
+    Clock,
+    Strategy,
+    check_same_prompts,
+    enough_memory,
+    expected_keys,
+    reserve,
+    run_rows,
+)
 from specdec_lab.bench.settings import BASELINE, UNPADDED_BASELINE, RunPlan, changed_settings
 from specdec_lab.bench.statistics import request_key
 from specdec_lab.bench.summary import StrategyFacts, run_facts, summarise, write_summary
 from specdec_lab.errors import InputError
+from specdec_lab.provenance import provenance
 from specdec_lab.target import Target
 from specdec_lab.tracking import track_summary
 
@@ -36,14 +54,44 @@ def check_run(plan: RunPlan, folder: Path) -> None:
     """Decide whether a planned run may use its folder; nothing is loaded or written.
 
     Raises:
-        InputError: the folder is not free, or ``resume`` would mix two configurations.
+        InputError: the folder is not free, or ``resume`` would mix two configurations, prompts, versions or machines,
+            or finds a damaged file.
     """
     check_folder(folder, resume=plan.settings.resume, overwrite=plan.settings.overwrite)
     if plan.settings.resume and (folder / CONFIG).exists():
-        changes = changed_settings(yaml.safe_load((folder / CONFIG).read_text("utf-8")), plan.config)
-        if changes:
-            remedy = f"the run in {folder} has other settings: {', '.join(changes)}; give the same or another folder"
-            raise InputError("resume", True, remedy)
+        refuse_changes(plan, folder, loaded=False)
+        if (folder / REQUESTS).exists():
+            read_rows(folder / REQUESTS)
+
+
+def stated_config(plan: RunPlan) -> dict[str, Any]:
+    """Return the content of ``config.yaml``: the settings, and what else must be the same where a run goes on."""
+    return {**plan.config, "prompts_sha256": plan.prompts.sha256, "provenance": provenance()}
+
+
+def refuse_changes(plan: RunPlan, folder: Path, *, loaded: bool) -> None:
+    """Refuse to go on with a run that was another one.
+
+    Args:
+        loaded: whether the target is; before, it is open how many threads the run will use.
+
+    Raises:
+        InputError: names what differs, or ``config.yaml`` is damaged.
+    """
+    before, now = read_config(folder), stated_config(plan)
+    changes = changed_settings(before, now)
+    settings = [change for change in changes if not change.startswith(("provenance", "prompts_sha256="))]
+    if settings:
+        remedy = f"the run in {folder} has other settings: {', '.join(settings)}; give the same or another folder"
+        raise InputError("resume", True, remedy)
+    if before.get("prompts_sha256") != now["prompts_sha256"]:
+        remedy = f"the prompts are others than those of the run in {folder}; restore them or give another folder"
+        raise InputError("prompts.path", plan.prompts.source, remedy)
+    if not loaded:
+        changes = [change for change in changes if not change.startswith("provenance.machine.threads=")]
+    if changes:
+        remedy = f"the run in {folder} was made with something else: {', '.join(changes)}; restore that or give "
+        raise InputError("resume", True, f"{remedy}another folder")
 
 
 def run_benchmark(
@@ -62,15 +110,38 @@ def run_benchmark(
         ``summary.json`` as a mapping.
 
     Raises:
-        SpecdecError: see the parts; what was computed stays on disk.
+        SpecdecError: see the parts; what was computed stays on disk, and what was there too if nothing was computed.
     """
-    target = plan.load_target()
-    strategies = make_strategies(plan, target)
-    with threads(plan.settings.threads, target), storage(folder):
+    with enough_memory():
+        target = plan.load_target()
+        strategies = make_strategies(plan, target)
+    with threads(plan.settings.threads, target):
+        if plan.settings.resume and (folder / CONFIG).exists():
+            refuse_changes(plan, folder, loaded=True)
+        requests = RequestLog(folder / REQUESTS, resume=plan.settings.resume)
+        check_same_prompts(plan, strategies, requests)
+        with enough_memory():
+            reserve(plan, strategies)
+        summary = _measure(plan, folder, strategies, requests, err, clock)
+    out.print(result_table(summary))
+    return summary
+
+
+def _measure(
+    plan: RunPlan,
+    folder: Path,
+    strategies: Sequence[Strategy],
+    requests: RequestLog,
+    err: Console,
+    clock: Clock,
+) -> dict[str, Any]:
+    """Do what changes the run folder: every check has been passed."""
+    target = strategies[0].target
+    with storage(folder):
         if plan.settings.overwrite:
             clear_folder(folder)
-        write_atomically(folder / CONFIG, yaml.safe_dump(dict(plan.config), sort_keys=False, allow_unicode=True))
-        with log_to(folder / LOG, err), RequestLog(folder / REQUESTS) as requests:
+        write_atomically(folder / CONFIG, yaml.safe_dump(stated_config(plan), sort_keys=False, allow_unicode=True))
+        with log_to(folder / LOG, err), requests:
             expected = expected_keys(plan, strategies)
             with progress(err, len(expected), len(requests.rows)) as report:
                 run_rows(plan, strategies, requests, report, clock)
@@ -84,7 +155,6 @@ def run_benchmark(
                     track_summary(summary, rows, plan.config, plan.tracking, folder)
                 except Exception:  # the files are complete; a tracker's fault must not look like a failed run
                     log.warning("tracking failed; the result files are complete", exc_info=True)
-    out.print(result_table(summary))
     return summary
 
 

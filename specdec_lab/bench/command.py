@@ -19,7 +19,7 @@ from rich.console import Console
 from specdec_lab.bench.benchmark import check_run, run_benchmark
 from specdec_lab.bench.console import result_console
 from specdec_lab.bench.settings import plan_run
-from specdec_lab.errors import InputError, SpecdecError
+from specdec_lab.errors import InputError, SpecdecError, one_line
 
 MULTIRUN_FLAGS = ("-m", "--multirun")
 SUCCESS, REFUSED, ROWS_FAILED, INTERRUPTED = 0, 1, 3, 130
@@ -57,7 +57,7 @@ def _run(config: DictConfig, folder: Path) -> int:
         say_error(err, str(error))
         return REFUSED
     except OSError as error:  # of a library, while it loads: the run's own files have their sentence already
-        say_error(err, library_message(error))
+        say_error(err, one_line(error))
         return REFUSED
     except KeyboardInterrupt:
         say(err, f"interrupted; what was computed is kept, go on with: hydra.run.dir='{folder}' resume=true")

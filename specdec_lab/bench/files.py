@@ -6,8 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from specdec_lab.errors import InputError, SpecdecError, listed
+import yaml
+
+from specdec_lab.errors import InputError, SpecdecError, listed, one_line
 
 CONFIG, REQUESTS, SUMMARY, TABLE, LOG = "config.yaml", "requests.jsonl", "summary.json", "summary.csv", "benchmark.log"
 TRACKING = "wandb"
@@ -40,6 +43,25 @@ def check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
     if foreign:
         remedy = f"overwrite=true only removes what a run writes, and {folder} also holds {listed(foreign, most=3)}"
         raise InputError("overwrite", True, f"{remedy}; give another folder")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the ``config.yaml`` of an earlier run.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    path = folder / CONFIG
+    try:
+        found = yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: bytes or a date that cannot be
+        raise InputError("resume", True, f"{path} is damaged ({one_line(error)}); {_RESTORE}") from None
+    if not isinstance(found, dict) or not found:
+        raise InputError("resume", True, f"{path} states no settings; {_RESTORE}")
+    return found
+
+
+_RESTORE = "restore it, start anew with overwrite=true or give another folder"
 
 
 def clear_folder(folder: Path) -> None:

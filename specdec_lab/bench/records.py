@@ -132,19 +132,21 @@ def write_rows(path: Path, rows: Iterable[metrics.Row]) -> None:
 class RequestLog:
     """The rows of a run, on disk as soon as each is finished.
 
+    To make one reads the file and changes nothing. To enter it drops the rows that are not kept and opens the file.
+
     Args:
-        path: of ``requests.jsonl``. If it exists, its successful rows are kept; failed rows are dropped, to be run
-            again.
+        path: of ``requests.jsonl``.
+        resume: whether to keep the successful rows of an existing file; failed rows are to be run again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
-        found = read_rows(path) if path.exists() else []
+        found = read_rows(path) if resume and path.exists() else []
         self.rows = {key_of(row): row for row in found if row["status"] == "ok"}
-        write_rows(path, self.rows.values())
-        self._stream = path.open("ab")
 
     def __enter__(self) -> Self:
+        write_rows(self.path, self.rows.values())
+        self._stream = self.path.open("ab")
         return self
 
     def __exit__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -18,7 +18,7 @@ from specdec_lab.bench.settings import BASELINE, RunPlan
 from specdec_lab.chat import render_chat
 from specdec_lab.decode import Generation, Request, speculative_decode
 from specdec_lab.drafters.base import Drafter
-from specdec_lab.errors import InputError, described
+from specdec_lab.errors import InputError, NoRoomError, described, one_line
 from specdec_lab.sampling import SamplingParams
 from specdec_lab.target import Target
 from specdec_lab.timing import Stopwatch
@@ -96,12 +96,9 @@ def run_rows(
         clock: seconds, monotonic.
 
     Raises:
-        InputError: the log holds rows of other prompts than the plan's.
         OSError: a row cannot be written.
     """
     contexts = Contexts(strategies[0].target, requests)
-    check_same_prompts(plan, strategies, requests, contexts)
-    allocate(plan, strategies, cache_tokens(strategies[0].target, plan.prompts.prompts, plan.settings.max_new_tokens))
     by_name = {strategy.name: strategy for strategy in strategies}
     for strategy in strategies:
         warm_up(strategy, plan)
@@ -109,7 +106,10 @@ def run_rows(
     for block in blocks(plan.prompts.prompts, tuple(by_name), settings.repeats, settings.batch_size):
         ids = [contexts.get(prompt, block.turn, block.repeat) for prompt in block.prompts]
         longest = max((len(one) for one in ids if not isinstance(one, str)), default=0)
-        allocate(plan, strategies, longest + settings.max_new_tokens)
+        try:
+            allocate(plan, strategies, longest + settings.max_new_tokens)
+        except Exception as error:  # no room for the longest; each decode asks for what it needs and fails its own rows
+            log.warning("a block of prompts is decoded without a common cache: %s", described(error))
         for name in block.order:
             for row in _rows_of_block(by_name[name], block, plan, requests, contexts, clock):
                 requests.append(row)
@@ -127,13 +127,15 @@ def expected_keys(plan: RunPlan, strategies: Sequence[Strategy]) -> set[RowKey]:
     }
 
 
-def check_same_prompts(plan: RunPlan, strategies: Sequence[Strategy], requests: RequestLog, contexts: Contexts) -> None:
-    """Refuse to mix rows of an earlier run with prompts that have changed since.
+def check_same_prompts(plan: RunPlan, strategies: Sequence[Strategy], requests: RequestLog) -> None:
+    """Refuse to mix rows of an earlier run with prompts that are others now, or become other tokens.
 
     Raises:
         InputError: a row has no place in the plan, or its first turn was rendered to other ids.
     """
-    remedy = "it has changed since the run that resume=true goes on with; restore it or use another run folder"
+    contexts = Contexts(strategies[0].target, requests)
+    remedy = "its row in the run folder was decoded from other tokens, which resume=true cannot go on with; "
+    remedy += "restore prompts, tokenizer and chat template, or use another run folder"
     by_id = {prompt.question_id: prompt for prompt in plan.prompts.prompts}
     expected = expected_keys(plan, strategies)
     for key, row in requests.rows.items():
@@ -141,7 +143,16 @@ def check_same_prompts(plan: RunPlan, strategies: Sequence[Strategy], requests: 
         if fits and key.turn == 0:
             fits = tuple(row["prompt_ids"]) == contexts.get(by_id[key.question_id], 0, key.repeat)
         if not fits:
-            raise InputError("prompts.path", plan.prompts.source, f"question {key.question_id} differs; {remedy}")
+            raise InputError("prompts.path", plan.prompts.source, f"question {key.question_id}: {remedy}")
+
+
+def reserve(plan: RunPlan, strategies: Sequence[Strategy]) -> None:
+    """Give each target its cache for the whole run.
+
+    Raises:
+        NoRoomError: there is not enough memory.
+    """
+    allocate(plan, strategies, cache_tokens(strategies[0].target, plan.prompts.prompts, plan.settings.max_new_tokens))
 
 
 def allocate(plan: RunPlan, strategies: Sequence[Strategy], tokens: int) -> None:
@@ -207,8 +218,9 @@ def decode(
     except Exception as error:  # of the model or the drafter; the consumer's own do not pass through here
         log.warning("%s failed", strategy.name, exc_info=True)
         sentence = described(error)
-    for row in range(target.cache.rows):
-        target.reset(row, clear=True)
+    with suppress(RuntimeError):  # no cache, or a device that no longer answers: the next attempt says so
+        for row in range(target.cache.rows):
+            target.reset(row, clear=True)
     for index, request in enumerate(requests):
         if index in finished:
             continue
@@ -242,6 +254,27 @@ def _rows_of_block(
     for index, generation in answers:
         key, prompt, _ = todo[index]
         yield make_row(key, prompt, generation, peak_memory_bytes(strategy.target.device))
+
+
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """Turn a lack of memory into one sentence.
+
+    Raises:
+        NoRoomError: instead of what PyTorch or Python raise.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not _is_out_of_memory(error):
+            raise
+        remedy = "use a smaller model, batch_size or max_new_tokens, or shorter prompts"
+        raise NoRoomError(f"the memory does not suffice ({one_line(error)}); {remedy}") from error
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether PyTorch found no memory; on a CPU it has no exception of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def start_peak_memory(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from specdec_lab.bench.metrics import Row
 from specdec_lab.bench.schemas import SCHEMA_VERSION, dumps
 from specdec_lab.bench.settings import BASELINE, UNPADDED_BASELINE, RunPlan
 from specdec_lab.bench.statistics import DECODE, END_TO_END, paired, speedup
-from specdec_lab.provenance import git_sha, machine, package_versions
+from specdec_lab.provenance import provenance
 from specdec_lab.target import Target
 
 
@@ -44,9 +44,7 @@ def run_facts(plan: RunPlan, target: Target) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git_sha": git_sha(),
-        "versions": package_versions(),
-        "machine": machine(),
+        **provenance(),
         "target": {
             "name": target.name,
             "model": node.get("model"),

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from bench_inputs import PROMPTS, write_prompts
 
 from specdec_lab.bench import metrics
 from specdec_lab.bench.columns import scalars
 from specdec_lab.bench.records import RequestLog, RowKey, read_rows
-from specdec_lab.bench.run import Strategy, run_rows
+from specdec_lab.bench.run import Strategy, enough_memory, reserve, run_rows
 from specdec_lab.bench.schemas import fault
 from specdec_lab.bench.settings import StrategyPlan, plan_run
 from specdec_lab.bench.summary import StrategyFacts, summarise
@@ -24,7 +25,7 @@ from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.base import DraftContext
 from specdec_lab.drafters.ngram import NgramDrafter
-from specdec_lab.errors import InputError
+from specdec_lab.errors import InputError, NoRoomError
 from specdec_lab.target import Target
 from specdec_lab.targets.tiny import load_tiny
 from specdec_lab.tree import DraftTree
@@ -34,6 +35,10 @@ TURNS = sum(len(prompt["turns"]) for prompt in PROMPTS)
 
 def ids(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], tuple[list[int], list[int]]]:
     return {(*key(row), row["strategy"]): (row["prompt_ids"], row["output_ids"]) for row in rows}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -113,7 +118,7 @@ def test_later_turns_continue_the_baselines_answer(config, tmp_path: Path):
         Strategy("autoregressive", AutoregressiveDrafter(target), target),
         Strategy("other", AutoregressiveDrafter(other), other),
     ]
-    with RequestLog(tmp_path / "requests.jsonl") as requests:
+    with RequestLog(tmp_path / "requests.jsonl", resume=False) as requests:
         run_rows(plan, strategies, requests)
     assert target.tokenizer is not None
     later = [row for row in requests.rows.values() if row["turn"]]
@@ -197,6 +202,68 @@ class FailingDrafter(NgramDrafter):
         return super().propose(context)
 
 
+class SmallMemoryTarget(Target):
+    """Has memory for so many tokens of cache, and says so as its base does, or as PyTorch does."""
+
+    tokens = 10**9
+    error: Exception = NoRoomError("a cache takes 9 GB and cpu has 1 GB free; use a smaller batch")
+
+    def allocate(self, rows: int, tokens: int, tree_nodes: int) -> None:
+        if rows * tokens > self.tokens:
+            self._cache = None
+            raise self.error
+        super().allocate(rows, tokens, tree_nodes)
+
+
+OUT_OF_MEMORY = (
+    SmallMemoryTarget.error,
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+)
+
+
+def small_memory(tokens: int, error: Exception = SmallMemoryTarget.error) -> SmallMemoryTarget:
+    plain = load_tiny(device="cpu")
+    target = SmallMemoryTarget(plain.model, plain.tokenizer, name=plain.name)
+    target.tokens, target.error = tokens, error
+    return target
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+def test_too_little_memory_is_refused_before_the_folder_changes(config, run, tmp_path: Path, error: Exception):
+    """One sentence, and results that overwrite=true would remove are still there."""
+    run(config)
+    before = files(tmp_path / "run")
+    plan = plan_run({**config, "overwrite": True, "batch_size": 3})
+    with pytest.raises(NoRoomError, match=r"^[^\n]*(memory does not suffice|GB free)[^\n]*$"):
+        run(replace(plan, load_target=lambda: small_memory(20, error)))
+    assert files(tmp_path / "run") == before
+
+
+def test_only_a_lack_of_memory_is_called_one():
+    """A fault of the program keeps its name and traceback."""
+    with pytest.raises(RuntimeError, match="shapes differ"), enough_memory():
+        raise RuntimeError("shapes differ")
+    with pytest.raises(NoRoomError, match=r"does not suffice \(MemoryError\)"), enough_memory():
+        raise MemoryError
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+def test_memory_that_ends_during_the_run_fails_rows_only(config, tmp_path: Path, error: Exception):
+    """What fits alone is decoded alone; what does not fit is a failed row with one sentence; the run goes on."""
+    plan = plan_run({**config, "batch_size": 3})
+    target = small_memory(110, error)
+    strategies = [Strategy(one.name, one.drafter_class(target, **one.parameters), target) for one in plan.strategies]
+    with RequestLog(tmp_path / "requests.jsonl", resume=False) as requests:
+        run_rows(plan, strategies, requests)
+    rows = list(requests.rows.values())
+    assert len(rows) == 2 * TURNS
+    failed = [row for row in rows if row["status"] == "failed"]
+    assert 0 < len(failed) < len(rows)
+    assert all("\n" not in row["error"] for row in failed)
+    assert any("GB" in row["error"] or "memory" in row["error"] for row in failed)
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_strategy_that_fails_on_a_prompt_fails_there_only(config, run, tmp_path: Path, batch_size: int):
     """One sentence in the row, the traceback in the log; the rest of its batch is decoded, with the right ids."""
@@ -261,15 +328,76 @@ def test_resume_refuses_other_settings(config, run):
     run({**config, "resume": True, "tracking": {"mode": "disabled"}})  # where it is tracked does not matter
 
 
-def test_resume_refuses_other_prompts(config, run):
-    """The settings are the same, but the file that they name is not."""
+@pytest.mark.parametrize("change", [{"turns": ["the one and the other", "another"]}, {"category": "other"}])
+def test_resume_refuses_other_prompts_before_anything_is_loaded(config, run, tmp_path: Path, change: dict[str, Any]):
+    """The settings are the same, but the file that they name is not: a second turn or a category counts as well."""
+    config["drafter"]["failing"] = {"_target_": f"{__name__}.FailingDrafter"}
     run(config)
-    write_prompts(Path(config["prompts"]["path"]), [PROMPTS[0], {**PROMPTS[1], "turns": ["other"]}, *PROMPTS[2:]])
-    with pytest.raises(InputError, match=r"prompts.path=.*question 2 differs"):
+    before = files(tmp_path / "run")
+    write_prompts(Path(config["prompts"]["path"]), [{**PROMPTS[0], **change}, *PROMPTS[1:]])
+    plan = replace(plan_run({**config, "resume": True}), load_target=lambda: pytest.fail("the target was loaded"))
+    with pytest.raises(InputError, match=r"prompts.path=.*the prompts are others"):
+        run(plan)
+    assert files(tmp_path / "run") == before
+
+
+def test_resume_refuses_rows_of_other_tokens(config, run, tmp_path: Path):
+    """The prompts are the same, but tokenizer or chat template make others of them; nothing on disk has changed."""
+    config["drafter"]["failing"] = {"_target_": f"{__name__}.FailingDrafter"}
+    run(config)
+    before = files(tmp_path / "run")
+    assert b'"status": "failed"' in before["requests.jsonl"]
+    plan = plan_run({**config, "resume": True})
+
+    def other_template() -> Target:
+        target = load_tiny(device="cpu")
+        assert target.tokenizer is not None
+        target.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+        return target
+
+    with pytest.raises(InputError, match=r"prompts.path=.*question 1: .*decoded from other tokens"):
+        run(replace(plan, load_target=other_template))
+    assert files(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("git_sha", "0" * 40),
+        ("versions.torch", "1.0"),
+        ("machine.cpu", "another"),
+        ("machine.gpu", "another"),
+        ("machine.threads", 99),
+    ],
+)
+def test_resume_refuses_other_code_or_another_machine(config, run, tmp_path: Path, field: str, value: object):
+    """Times of two machines or versions in one file would be compared as if they were of one."""
+    run(config)
+    path = tmp_path / "run" / "config.yaml"
+    stated = yaml.safe_load(path.read_text("utf-8"))
+    *above, name = f"provenance.{field}".split(".")
+    node = stated
+    for part in above:
+        node = node[part]
+    node[name] = value
+    path.write_text(yaml.safe_dump(stated))
+    before = files(tmp_path / "run")
+    with pytest.raises(InputError, match=rf"resume=True: .*made with something else: provenance\.{field}=.*was"):
         run({**config, "resume": True})
-    write_prompts(Path(config["prompts"]["path"]), PROMPTS[1:])
-    with pytest.raises(InputError, match=r"prompts.path=.*question 1 differs"):
+    assert files(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[1, 2]", b"text", b"a: [1", b"\xff\xfe\x00", b"when: 2024-99-99", b"1: 2\nsampling: 3\n"]
+)
+def test_resume_refuses_a_damaged_config(config, run, tmp_path: Path, content: bytes):
+    """Nobody can tell what its rows were made with; one sentence says so."""
+    run(config)
+    (tmp_path / "run" / "config.yaml").write_bytes(content)
+    before = files(tmp_path / "run")
+    with pytest.raises(InputError, match=r"^resume=True: [^\n]+$"):
         run({**config, "resume": True})
+    assert files(tmp_path / "run") == before
 
 
 def test_overwrite_starts_anew(config, run):
@@ -376,7 +504,8 @@ def test_no_request_waits_for_a_larger_cache(config, tmp_path: Path, exact: str,
     target = plan.load_target()
     strategies = [Strategy(one.name, one.drafter_class(target, **one.parameters), target) for one in plan.strategies]
     caches: list[object] = []
-    with RequestLog(tmp_path / "requests.jsonl") as requests:
+    with RequestLog(tmp_path / "requests.jsonl", resume=False) as requests:
+        reserve(plan, strategies)
         run_rows(plan, strategies, requests, lambda name: caches.append(target.cache))
     assert len(caches) == len(requests.rows)
     assert all(first is second for first, second in zip(caches[::2], caches[1::2], strict=True))

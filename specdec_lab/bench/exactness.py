@@ -67,13 +67,15 @@ def choice_scores(
 def compare(row: Row, baseline_row: Row, target: Target, sampling: SamplingParams) -> dict[str, Any]:
     """Return the fields ``exact`` and ``divergence`` of a row: identical, a tie, or different.
 
-    Both answers continue the same prompt. A tie is a choice between tokens whose margin lies within rounding.
+    Both answers continue the same prompt. A tie is a choice between tokens whose margin is at most
+    ``TIE_MARGIN_LOGITS``. With ``top_k``, ``top_p`` or ``min_p``, rounding can also move a token across the cut-off; the
+    token left out has no score, so that such a row is ``different`` with a null margin, however close the call was.
     """
     found = first_divergence(row["output_ids"], baseline_row["output_ids"])
     if found is None:
         return {"exact": "identical", "divergence": None}
     margin = _margin_at(row, found, target, sampling)
-    tie = margin is not None and margin < TIE_MARGIN_LOGITS[target.dtype]
+    tie = margin is not None and margin <= TIE_MARGIN_LOGITS[target.dtype]
     return {"exact": "tie" if tie else "different", "divergence": {**found, "margin_logits": margin}}
 
 

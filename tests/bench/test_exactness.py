@@ -104,6 +104,17 @@ def test_a_choice_between_equal_logits_is_a_tie():
     assert found["divergence"]["margin_logits"] <= TIE_MARGIN_LOGITS[torch.float32]
 
 
+def test_a_margin_at_the_limit_is_a_tie(target: Target, monkeypatch: pytest.MonkeyPatch):
+    """The documented rule is "at most"."""
+    ids = answer(target)
+    second = plain_logits(target, (*PROMPT, *ids[:3])).topk(2).indices.tolist()[1]
+    other = row([*ids[:3], second])
+    margin = compare(other, row(ids), target, GREEDY)["divergence"]["margin_logits"]
+    for limit, outcome in ((margin, "tie"), (margin * 0.999, "different")):
+        monkeypatch.setitem(TIE_MARGIN_LOGITS, torch.float32, limit)
+        assert compare(other, row(ids), target, GREEDY)["exact"] == outcome
+
+
 def test_an_answer_that_ends_elsewhere_is_never_a_tie(target: Target):
     """No token stands against the baseline's, so no margin can excuse it."""
     ids = answer(target)

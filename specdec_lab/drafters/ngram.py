@@ -97,13 +97,18 @@ class NgramIndex:
 
     def catch_up(self, tokens: Sequence[int]) -> None:
         """Index every n-gram that has a token after it; the current suffix has none and cannot match itself."""
-        for end in range(self._next_end, len(tokens)):
-            for length in self._lengths:
-                if length <= end:
-                    starts = self._starts.setdefault(tuple(tokens[end - length : end]), [])
-                    starts.append(end)
-                    if len(starts) > self._occurrences:
-                        del starts[0]
+        for length in self._lengths:
+            first = max(self._next_end, length)
+            followed = tokens[first - length : len(tokens) - 1]
+            ngrams = zip(*(followed[offset:] for offset in range(length)), strict=False)  # as many as the shortest has
+            for end, ngram in enumerate(ngrams, start=first):
+                starts = self._starts.get(ngram)
+                if starts is None:
+                    self._starts[ngram] = [end]
+                    continue
+                starts.append(end)
+                if len(starts) > self._occurrences:
+                    del starts[0]
         self._next_end = max(self._next_end, len(tokens))
 
     def matches(self, tokens: Sequence[int]) -> list[tuple[int, int]]:

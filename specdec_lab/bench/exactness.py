@@ -68,8 +68,8 @@ def compare(row: Row, baseline_row: Row, target: Target, sampling: SamplingParam
     """Return the fields ``exact`` and ``divergence`` of a row: identical, a tie, or different.
 
     Both answers continue the same prompt. A tie is a choice between tokens whose margin is at most
-    ``TIE_MARGIN_LOGITS``. With ``top_k``, ``top_p`` or ``min_p``, rounding can also move a token across the cut-off; the
-    token left out has no score, so that such a row is ``different`` with a null margin, however close the call was.
+    ``TIE_MARGIN_LOGITS``. With ``top_k``, ``top_p`` or ``min_p``, rounding can also move a token across the cut-off;
+    one left out has no score, so that such a row is ``different`` with a null margin, however close the call was.
     """
     found = first_divergence(row["output_ids"], baseline_row["output_ids"])
     if found is None:

@@ -84,6 +84,7 @@ def command(
         (["strategies=[eagel]"], ["strategies='eagel'", "autoregressive, ngram"]),
         (["drafter.ngram.kk=3"], ["drafter.ngram.kk"]),
         (["drafter.ngram.k=0"], ["drafter.ngram.k=0", "greater than or equal to 1"]),
+        (["strategies=[autoregressive]", "drafter.ngram.k=0"], ["drafter.ngram.k=0", "greater than or equal to 1"]),
         (["drafter.nothing.k=1"], ["drafter.nothing.k"]),
         (["max_new_tokens=none"], ["max_new_tokens='none'", "integer"]),
         (["colour=red"], ["colour"]),

@@ -90,7 +90,13 @@ def plan_run(config: Mapping[str, Any]) -> RunPlan:
         raise InputError("acceptance", settings.acceptance, remedy)
     sampling = SamplingParams(**check_arguments(SamplingParams, groups["sampling"], "sampling"))
     names = choose_strategies(wanted, groups["drafter"])
-    strategies = tuple(_plan_strategy(name, _node(groups["drafter"][name], f"drafter.{name}")) for name in names)
+    nodes = {name: _node(node, f"drafter.{name}") for name, node in groups["drafter"].items()}
+    possible = {
+        name: _plan_strategy(name, node)  # what is not chosen may be overridden too, and must not be ignored
+        for name, node in nodes.items()
+        if name in names or MISSING not in node.values()
+    }
+    strategies = tuple(possible[name] for name in names)
     tracking = tracking_settings(groups["tracking"])
     if tracking is not None:
         check_tracking(tracking, names)
@@ -138,7 +144,7 @@ def choose_strategies(wanted: Sequence[str] | None, drafters: Mapping[str, Any])
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
     """Return, as ``field=now (was before)``, what differs between two configurations; tracking does not count."""
     changes: list[str] = []
-    for name in sorted({*before, *now} - ({"tracking"} if not where else set())):
+    for name in sorted({*before, *now} - ({"tracking"} if not where else set()), key=str):
         field, old, new = f"{where}{name}", before.get(name), now.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             changes += changed_settings(old, new, f"{field}.")

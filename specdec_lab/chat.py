@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from specdec_lab.errors import InputError
@@ -62,7 +61,7 @@ def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
 def _through_template(tokenizer: PreTrainedTokenizerBase, conversation: list[dict[str, str]]) -> str:
     try:
         text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, ValueError) as error:  # ValueError: several templates and none named default
+    except Exception as error:  # a template is a program of the model's author and can fail in any way
         roles = [message["role"] for message in conversation]
         reason = " ".join(str(error).split())
         remedy = f"the target's chat template cannot render these roles ({reason}); change the roles or the template"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -277,7 +278,10 @@ def test_the_totals_are_the_benchmarks_counters():
 
 def script(*overrides: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "trace.py"), "target=tiny", *overrides]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_the_script_draws_into_a_pipe_and_writes_a_page_where_it_was_started(tmp_path: Path):
@@ -293,4 +297,29 @@ def test_the_script_refuses_in_one_sentence(tmp_path: Path):
     done = script("max_new_tokens=4", "round=99", folder=tmp_path)
     assert done.returncode == 1
     assert re.fullmatch(r"error: round=99: this answer has rounds 1 to \d+\n", done.stderr)
+    assert done.stdout == ""
+
+
+LOADERS = """
+from specdec_lab.targets.tiny import load_tiny
+
+def unreadable(exact="off", **others):
+    raise OSError(5, "Input/output error", "weights")
+
+def bad_template(exact="off", **others):
+    target = load_tiny(device="cpu")
+    target.tokenizer.chat_template = "{{ messages[0]['content'] + 1 }}"
+    return target
+"""
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"), [("unreadable", "Input/output error: 'weights'"), ("bad_template", "messages=.*template")]
+)
+def test_faults_while_loading_and_rendering_are_one_sentence(tmp_path: Path, loader: str, message: str):
+    """A disk that fails and a chat template that raises, whatever it raises, end without a traceback."""
+    (tmp_path / "loaders.py").write_text(LOADERS)
+    done = script(f"target._target_=loaders.{loader}", folder=tmp_path)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"error: .*{message}.*\n", done.stderr), done.stderr
     assert done.stdout == ""

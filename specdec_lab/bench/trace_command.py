@@ -19,12 +19,12 @@ from specdec_lab.bench.columns import scalars
 from specdec_lab.bench.command import REFUSED, plain_config, say, say_error
 from specdec_lab.bench.prompts import Prompt, PromptSet
 from specdec_lab.bench.records import RowKey, make_row
-from specdec_lab.bench.run import render
+from specdec_lab.bench.run import enough_memory, render
 from specdec_lab.bench.settings import RunPlan, plan_run
 from specdec_lab.bench.trace_view import PAGE_WIDTH, Trace, render_trace, write_html
 from specdec_lab.config import PositiveInt, suggest, validate
 from specdec_lab.decode import Request, speculative_decode
-from specdec_lab.errors import InputError, SpecdecError, listed
+from specdec_lab.errors import InputError, SpecdecError, listed, one_line
 
 TOTALS = (
     "output_tokens",
@@ -109,8 +109,14 @@ def trace_answer(plan: TracePlan) -> Trace:
     """Load the target, decode the answer and count it as the benchmark does.
 
     Raises:
-        SpecdecError: the target cannot be loaded or the answer not be decoded.
+        SpecdecError: the target cannot be loaded, or the answer not be decoded.
+        OSError: a file of the target cannot be read.
     """
+    with enough_memory():
+        return _trace(plan)
+
+
+def _trace(plan: TracePlan) -> Trace:
     target = plan.run.load_target()
     strategy, settings, prompt = plan.run.strategies[-1], plan.run.settings, plan.prompt
     with threads(settings.threads, target):
@@ -154,6 +160,6 @@ def trace_job(config: DictConfig) -> None:
             if plan.settings.html is not None:
                 write_html(trace, Path(plan.settings.html), plan.settings.round)
                 say(out, f"page: {plan.settings.html}")
-        except SpecdecError as error:
-            say_error(err, str(error))
+        except (SpecdecError, OSError) as error:
+            say_error(err, str(error) if isinstance(error, SpecdecError) else one_line(error))
             raise SystemExit(REFUSED) from None

@@ -301,13 +301,16 @@ def test_the_script_refuses_in_one_sentence(tmp_path: Path):
 
 
 LOADERS = """
+from functools import wraps
 from specdec_lab.targets.tiny import load_tiny
 
-def unreadable(exact="off", **others):
+@wraps(load_tiny)
+def unreadable(**arguments):
     raise OSError(5, "Input/output error", "weights")
 
-def bad_template(exact="off", **others):
-    target = load_tiny(device="cpu")
+@wraps(load_tiny)
+def bad_template(**arguments):
+    target = load_tiny(**arguments)
     target.tokenizer.chat_template = "{{ messages[0]['content'] + 1 }}"
     return target
 """

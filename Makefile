@@ -47,8 +47,8 @@ format: $(INSTALLED)  ## let the formatter and the linter mend what they can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(INSTALLED)  ## the speed figures of docs/performance.md (long)
-	$(VENV)/bin/python scripts/measure.py
+bench: $(INSTALLED)  ## the speed figures of docs/performance.md (about 75 minutes); PROMPTS=file.jsonl for other prompts
+	$(VENV)/bin/python scripts/measure.py $(if $(PROMPTS),prompts.path=$(PROMPTS))
 
 clean:  ## remove the virtual environments, caches and build products; results in outputs/ and multirun/ stay
 	rm -rf $(VENV) $(COMPAT) dist build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -69,6 +69,7 @@ class Bench:
     load: Callable[[Exact], Target]
     target: Target
     prompts: Sequence[PromptIds]
+    source: Mapping[str, str]
     console: Console
 
 
@@ -86,7 +87,12 @@ def measure_job(config: DictConfig) -> None:
             for part in bench.settings.parts:
                 table, figures = PARTS[part](bench)
                 console.print(table)
-                record = {"machine": machine(), "versions": package_versions(), "settings": bench.settings.model_dump()}
+                record = {
+                    "machine": machine(),
+                    "versions": package_versions(),
+                    "settings": bench.settings.model_dump(),
+                    **bench.source,
+                }
                 (folder / f"{part}.json").write_text(json.dumps({**record, "figures": figures}, indent=2) + "\n")
         except SpecdecError as error:
             say_error(Console(stderr=True), str(error))
@@ -103,7 +109,13 @@ def _set_up(config: Mapping[str, Any], console: Console) -> Bench:
     torch.set_num_threads(settings.threads)
     target: Target = loader(**arguments)
     rendered = [render(target, prompt, []) for prompt in prompt_set.prompts]
-    return Bench(settings, lambda exact: loader(**{**arguments, "exact": exact}), target, rendered, console)
+    source = {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "prompts": prompt_set.source,
+        "prompts_sha256": prompt_set.sha256,
+    }
+    return Bench(settings, lambda exact: loader(**{**arguments, "exact": exact}), target, rendered, source, console)
 
 
 def _attention(bench: Bench) -> tuple[Table, Any]:

@@ -19,6 +19,9 @@ Model = TypeVar("Model", bound=BaseModel)
 PositiveInt = Annotated[int, Field(strict=True, ge=1)]
 """A whole number of at least 1; neither a text nor a truth value passes for one."""
 
+Threads = Annotated[int, Field(strict=True, ge=1, le=256)]
+"""Threads of PyTorch on the CPU; far more than a machine has cores would fail when the first one starts."""
+
 ALL_DRAFTERS = "all_drafters"
 """Name under which entry configurations pull in every file of ``conf/drafter/``."""
 

@@ -26,6 +26,9 @@ from transformers import (
 from specdec_lab.errors import InputError, NonFiniteLogitsError
 from specdec_lab.target import TargetOutput
 
+LOWEST_TEMPERATURE = 1e-6
+"""Below this, logits divided by the temperature come near the end of float32; 0 takes the maximum without dividing."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -49,8 +52,9 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0 or self.temperature == float("inf"):
-            raise InputError("sampling.temperature", self.temperature, "give a finite number, 0 (greedy) or more")
+        if not (self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < float("inf")):
+            remedy = f"give 0 (greedy) or a finite number of at least {LOWEST_TEMPERATURE:g}"
+            raise InputError("sampling.temperature", self.temperature, remedy)
         if self.top_k is not None and self.top_k < 1:
             raise InputError("sampling.top_k", self.top_k, "give a whole number of at least 1, or null")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -102,6 +102,8 @@ def test_strategies_default_to_those_that_need_nothing():
         (["acceptance=typical"], "acceptance='typical': this rule is not available yet"),
         (["acceptance=lucky"], "acceptance='lucky': .*'rejection'"),
         (["sampling.temperature=-1"], "sampling.temperature=-1"),
+        (["sampling.temperature=1e-320"], "sampling.temperature=.*at least 1e-06"),
+        (["threads=100000"], "threads=100000: "),
         (["sampling.temperature=nan"], "sampling.temperature=nan"),
         (["sampling.temperature=warm"], "sampling.temperature='warm': .*number"),
         (["sampling.top_k=0"], "sampling.top_k=0: "),

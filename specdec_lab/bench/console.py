@@ -136,7 +136,7 @@ def speedup_text(speedup: Mapping[str, Any], name: str) -> str:
     text = f"{speedup['ratio_of_totals']:.2f}x"
     if speedup["ci95"] is None:
         return f"{text} cannot tell (one prompt)"
-    low, high = speedup["ci95"]
+    low, high = (round(bound, 2) for bound in speedup["ci95"])  # the verdict is that of the numbers shown
     return f"{text} [{low:.2f}, {high:.2f}]" + (" cannot tell" if low <= 1 <= high else "")
 
 

@@ -116,6 +116,11 @@ def run_rows(
                 report(name)
 
 
+def rows_at_once(plan: RunPlan) -> int:
+    """Return the rows of a batch that can ever be filled: no more than there are prompts."""
+    return min(plan.settings.batch_size, len(plan.prompts.prompts))
+
+
 def expected_keys(plan: RunPlan, strategies: Sequence[Strategy]) -> set[RowKey]:
     """Return the keys of every row that a complete run has."""
     return {
@@ -163,7 +168,7 @@ def allocate(plan: RunPlan, strategies: Sequence[Strategy], tokens: int) -> None
     nodes = max(strategy.drafter.max_nodes for strategy in strategies)
     for strategy in strategies:
         limit = strategy.target.max_length
-        strategy.target.allocate(plan.settings.batch_size, tokens if limit is None else min(tokens, limit), nodes)
+        strategy.target.allocate(rows_at_once(plan), tokens if limit is None else min(tokens, limit), nodes)
 
 
 def cache_tokens(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> int:
@@ -192,8 +197,8 @@ def warm_up(strategy: Strategy, plan: RunPlan) -> None:
     except Exception:  # the rows will say what is wrong
         log.warning("%s could not be warmed up", strategy.name, exc_info=True)
         return
-    batch = [request] * plan.settings.batch_size
-    for _, generation in decode(strategy, batch, plan.sampling, plan.settings.batch_size, time.perf_counter):
+    batch = [request] * rows_at_once(plan)
+    for _, generation in decode(strategy, batch, plan.sampling, len(batch), time.perf_counter):
         if generation.error is not None:
             log.warning("%s could not be warmed up: %s", strategy.name, generation.error)
 
@@ -250,7 +255,7 @@ def _rows_of_block(
     if not todo:
         return
     start_peak_memory(strategy.target.device)
-    answers = decode(strategy, [request for *_, request in todo], plan.sampling, settings.batch_size, clock)
+    answers = decode(strategy, [request for *_, request in todo], plan.sampling, rows_at_once(plan), clock)
     for index, generation in answers:
         key, prompt, _ = todo[index]
         yield make_row(key, prompt, generation, peak_memory_bytes(strategy.target.device))

@@ -10,7 +10,7 @@ from omegaconf import MISSING
 from pydantic import BaseModel, ConfigDict, Field
 
 from specdec_lab.bench.prompts import PromptSet, load_prompts
-from specdec_lab.config import PositiveInt, check_arguments, locate, suggest, validate
+from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, suggest, validate
 from specdec_lab.drafters.base import Drafter
 from specdec_lab.errors import InputError
 from specdec_lab.sampling import SamplingParams
@@ -41,7 +41,7 @@ class BenchmarkSettings(BaseModel):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     exact: Exact = "off"
     acceptance: Acceptance = "rejection"
-    threads: PositiveInt | None = None
+    threads: Threads | None = None
     resume: bool = False
     overwrite: bool = False
 

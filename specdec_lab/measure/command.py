@@ -22,7 +22,7 @@ from specdec_lab.bench.command import REFUSED, plain_config, say_error
 from specdec_lab.bench.console import progress, result_console
 from specdec_lab.bench.prompts import load_prompts
 from specdec_lab.bench.run import render
-from specdec_lab.config import PositiveInt, check_arguments, locate, validate
+from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, validate
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.ngram import NgramDrafter
 from specdec_lab.errors import SpecdecError
@@ -58,7 +58,7 @@ class MeasureSettings(BaseModel):
     alternations: PositiveInt = 5
     max_new_tokens: PositiveInt = 64
     k: PositiveInt = 8
-    threads: PositiveInt = 2
+    threads: Threads = 2
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ def speedup(ratio: float | None, ci95: list[float] | None) -> dict[str, Any]:
         (speedup(1.5, [1.2, 1.8]), "1.50x [1.20, 1.80]"),
         (speedup(0.8, [0.7, 0.9]), "0.80x [0.70, 0.90]"),
         (speedup(1.1, [0.95, 1.3]), "1.10x [0.95, 1.30] cannot tell"),
+        (speedup(1.07, [1.0013, 1.27]), "1.07x [1.00, 1.27] cannot tell"),
         (speedup(1.5, None), "1.50x cannot tell (one prompt)"),
         (speedup(None, None), "-"),
     ],

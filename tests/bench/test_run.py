@@ -100,6 +100,16 @@ def test_answers_are_those_of_the_loop_alone(config, run):
         assert list(last.generation.output_ids) == row["output_ids"]
 
 
+def test_a_batch_is_no_wider_than_there_are_prompts(config, run):
+    """No memory for rows that nobody fills: a huge batch of few prompts takes the cache of the few."""
+    wide, _ = run({**config, "batch_size": 100_000}, "wide")
+    fitting, _ = run({**config, "batch_size": 2}, "fitting")
+    count = wide["prompts"]["count"]
+    assert wide["complete"]
+    kv = [summary["strategies"][0]["memory_bytes"]["target_kv"] for summary in (wide, fitting)]
+    assert kv[0] == kv[1] / 2 * count
+
+
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_a_batch_gives_the_ids_of_each_prompt_alone(config, run, temperature: float):
     """Batches refill rows and share rounds; neither ids nor contexts may depend on that."""

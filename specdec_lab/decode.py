@@ -190,7 +190,7 @@ def speculative_decode(
             index, request = waiting.popleft()
             try:
                 with watch.lap() as parts:
-                    sequence = _start(target, drafter, index, request, free[-1], choose, watch)
+                    sequence = _start(target, drafter, index, request, free[-1], choose)
             except (InputError, NoRoomError, NonFiniteLogitsError) as error:
                 target.reset(free[-1], clear=True)
                 yield Progress(index, (), Generation(request, error=str(error)))
@@ -246,15 +246,7 @@ def _tokens_needed(target: Target, request: Request) -> int:
     return min(wanted, limit) if len(request.prompt_ids) < limit else 0
 
 
-def _start(
-    target: Target,
-    drafter: Drafter,
-    index: int,
-    request: Request,
-    row: int,
-    choose: TokenChooser,
-    watch: Stopwatch,
-) -> _Sequence:
+def _start(target: Target, drafter: Drafter, index: int, request: Request, row: int, choose: TokenChooser) -> _Sequence:
     """Prefill a prompt and emit its first token; the drafter's first message is the prompt, accepted in full."""
     prompt, limit = request.prompt_ids, target.max_length
     if not prompt:
@@ -267,10 +259,9 @@ def _start(
     budget = request.max_new_tokens if limit is None else min(request.max_new_tokens, limit - len(prompt))
     rule = StopRule(budget, target.eos_ids, request.stop, target.tokenizer)
     target.reset(row)
-    with watch.part("prefill"):
-        output = target.prefill(row, prompt, drafter.feature_layers)
-        logits = output.row_logits(row)
-        token = choose.round(output)[row](0, prompt, request.noise_key)
+    output = target.prefill(row, prompt, drafter.feature_layers)
+    logits = output.row_logits(row)
+    token = choose.round(output)[row](0, prompt, request.noise_key)
     _, reason = rule.take((token,))
     tree = chain(prompt[0], prompt[1:])
     message = Verification(index, True, tree, tuple(range(len(tree))), token, logits, output.row_features(row))

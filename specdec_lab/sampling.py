@@ -144,9 +144,8 @@ def sampled_token(
         NonFiniteLogitsError: the row holds NaN, or no token is left with a finite logit.
     """
     ids = torch.tensor([list(history)], device=logits.device)
-    scores = processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, logits.float()[None].clone()))[
-        0
-    ]  # [vocab]
+    raw = cast(torch.FloatTensor, logits.float()[None].clone())  # [1, vocab]
+    scores = processors(cast(torch.LongTensor, ids), raw)[0]  # [vocab]
     noisy = scores + gumbel_noise(scores.shape[0], seed, key, scores.device)
     token = int(noisy.argmax())
     if not bool(noisy[token].isfinite()):

@@ -100,15 +100,18 @@ class TreeCache:
         self._ragged: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
+    def _buffers(self) -> list[Tensor]:
+        return [*self._keys.values(), *self._values.values()]
+
+    @property
     def bytes(self) -> int:
         """Bytes of all key and value buffers."""
-        buffers = [*self._keys.values(), *self._values.values()]
-        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
 
     @property
     def address(self) -> tuple[int, ...]:
         """Where the buffers lie in memory: it changes only when they are allocated anew."""
-        return tuple(buffer.data_ptr() for buffer in (*self._keys.values(), *self._values.values()))
+        return tuple(buffer.data_ptr() for buffer in self._buffers)
 
     def aim(self, first: int, starts: Sequence[int | None], visible: int) -> None:
         """Set where the next forward writes.
@@ -147,14 +150,14 @@ class TreeCache:
 
     def gather(self, row: int, start: int, slots: Sequence[int]) -> None:
         """Move ``slots`` of a row, in order, to ``start, start + 1, ...`` in every layer."""
-        for buffer in (*self._keys.values(), *self._values.values()):
+        for buffer in self._buffers:
             chosen = torch.tensor(slots, device=buffer.device)
             buffer[:, row, :, start : start + len(slots)] = buffer[:, row, :, chosen]
 
     @torch.inference_mode()  # the buffers may have been made in it
     def clear(self, row: int) -> None:
         """Zero a row, so that a NaN left in it cannot reach a later sequence through a masked slot."""
-        for buffer in (*self._keys.values(), *self._values.values()):
+        for buffer in self._buffers:
             buffer[:, row] = 0
 
     def committed(self, row: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:

@@ -29,7 +29,7 @@ from specdec_lab.errors import SpecdecError
 from specdec_lab.measure.alternate import Sample, alternate, ratio, spread
 from specdec_lab.measure.attention import attention_table, measure_attention
 from specdec_lab.measure.exactness import exactness_table, measure_identity, measure_margin_move
-from specdec_lab.measure.growth import measure_memory, measure_round_cost, round_cost_table
+from specdec_lab.measure.growth import measure_memory, measure_round_cost, repeated, round_cost_table
 from specdec_lab.measure.peers import PromptIds, our_loop, transformers_generate
 from specdec_lab.provenance import machine, package_versions
 from specdec_lab.target import Exact, Target
@@ -184,7 +184,7 @@ def _long_lookup(bench: Bench) -> tuple[Table, Any]:
     table, figures = _peer_table("ngram against prompt_lookup_num_tokens, long prompts"), {}
     text = [token for prompt in bench.prompts for token in prompt]
     for length in LONG_PROMPTS:
-        work = [tuple(_repeated(text[at * 97 :], length)) for at in range(3)]
+        work = [tuple(repeated(text[at * 97 :], length)) for at in range(3)]
         cells, figures[str(length)] = _compare(bench, _systems(bench, lookup=True), work)
         table.add_row(f"{length} tokens", *cells)
     return table, figures
@@ -213,10 +213,6 @@ def _memory(bench: Bench) -> tuple[Table, Any]:
     table.add_row(str(len(resident)), f"{resident[-1] / 1e6:.0f}")
     table.caption = f"cache buffers stayed in place: {'yes' if stayed else 'NO'}"
     return table, {"resident_bytes": resident, "buffers_stayed": stayed}
-
-
-def _repeated(text: Sequence[int], length: int) -> list[int]:
-    return (list(text) * (length // len(text) + 1))[:length]
 
 
 PARTS: Mapping[Part, Callable[[Bench], tuple[Table, Any]]] = {

@@ -41,7 +41,7 @@ def measure_round_cost(
     """Decode behind histories of several lengths, cut from a repeated prompt, strategies taking turns."""
     costs = []
     for history in histories:
-        ids = (list(prompt) * (history // len(prompt) + 1))[:history]
+        ids = repeated(prompt, history)
         samples: dict[str, list[Generation]] = {name: [] for name in drafters}
         for _ in range(repeats):
             for name, drafter in drafters.items():
@@ -75,6 +75,11 @@ def measure_memory(
         resident.append(process.memory_info().rss)
         on_answer()
     return resident, len(places) == 1
+
+
+def repeated(text: Sequence[int], length: int) -> list[int]:
+    """Return the first ``length`` tokens of a text that starts anew where it ends."""
+    return (list(text) * (length // len(text) + 1))[:length]
 
 
 def _decode(target: Target, drafter: Drafter, ids: Sequence[int], max_new_tokens: int) -> Generation:

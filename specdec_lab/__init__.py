@@ -6,5 +6,16 @@ from specdec_lab.generate import generate
 from specdec_lab.sampling import SamplingParams
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree
+from specdec_lab.verify import Acceptance
 
-__all__ = ["DraftContext", "DraftTree", "Drafter", "Generation", "SamplingParams", "Target", "Verification", "generate"]
+__all__ = [
+    "Acceptance",
+    "DraftContext",
+    "DraftTree",
+    "Drafter",
+    "Generation",
+    "SamplingParams",
+    "Target",
+    "Verification",
+    "generate",
+]

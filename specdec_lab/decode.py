@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from specdec_lab.drafters.base import DraftContext, Drafter, Verification
+from specdec_lab.choices import NON_FINITE, Choices, SequenceRule, choices_of_round
+from specdec_lab.drafters.base import DraftContext, Drafter, Randomness, Verification
 from specdec_lab.errors import DrafterError, InputError, NonFiniteLogitsError, NoRoomError
-from specdec_lab.sampling import NON_FINITE, SamplingParams, TokenChooser
+from specdec_lab.noise import HashedNoise, Noise
+from specdec_lab.sampling import Processing, SamplingParams
 from specdec_lab.stopping import FinishReason, StopRule
 from specdec_lab.target import Target, TargetOutput
 from specdec_lab.timing import Stopwatch, TimeSplit
-from specdec_lab.tree import DraftTree, chain, root_only
-from specdec_lab.verify import follow
+from specdec_lab.tree import DraftTree, chain, first_nodes, root_only, without
+from specdec_lab.verify import REJECTION, Acceptance, Walk, accept, checked_draft_probs
 
 GREEDY = SamplingParams()
 
@@ -52,6 +54,8 @@ class Round:
         proposed: depth of the offered tree: the most that could have been accepted.
         bonus: tokens that the target added after the accepted ones: 1, or 0 where the answer ended before it.
         seconds: wall time of the round, whole, for every row of a batch.
+        altered: accepted drafts that plain decoding would not have emitted there with the same noise, under a lossy
+            rule; ``None`` under the others.
     """
 
     tokens: tuple[int, ...]
@@ -60,6 +64,7 @@ class Round:
     proposed: int
     bonus: int
     seconds: float
+    altered: int | None = None
 
     @property
     def accepted(self) -> int:
@@ -81,6 +86,7 @@ class Generation:
         logprobs: natural logarithm of the target's raw probability per output token, if asked for.
         time_seconds: the request's share of wall time by part.
         decode_elapsed_seconds: wall time from first token to last as its user saw it, other rows' prefills included.
+        lossless: whether the acceptance rule keeps the target's law; if not, rounds count what it altered.
         error: one sentence if the request failed, else ``None``.
     """
 
@@ -92,6 +98,7 @@ class Generation:
     logprobs: tuple[float, ...] | None = None
     time_seconds: TimeSplit = field(default_factory=TimeSplit)
     decode_elapsed_seconds: float = 0.0
+    lossless: bool = True
     error: str | None = None
 
 
@@ -116,6 +123,8 @@ class _Sequence:
     request: Request
     stop_rule: StopRule
     context: DraftContext
+    rule: SequenceRule
+    lossless: bool
     started_at: float = 0.0
     rounds: list[Round] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -139,6 +148,7 @@ class _Verdict:
     path: tuple[int, ...]
     new_tokens: tuple[int, ...]
     finish_reason: FinishReason | None
+    altered: int | None
 
     @property
     def committed(self) -> tuple[int, ...]:
@@ -157,19 +167,28 @@ def speculative_decode(
     requests: Sequence[Request],
     *,
     sampling: SamplingParams = GREEDY,
+    acceptance: Acceptance = REJECTION,
     batch_size: int = 1,
+    batch_nodes: int | None = None,
     stopwatch: Stopwatch | None = None,
+    noise: Noise | None = None,
 ) -> Iterator[Progress]:
     """Decode requests with one strategy; every strategy and the baseline run through this loop.
 
     Rows of a batch finish at different times, and the next request takes the free row. A request that cannot be run
     ends in a ``Generation`` with an error; the others go on.
 
+    Args:
+        acceptance: how drafts are accepted.
+        batch_nodes: most tree nodes of a verify forward over all rows, padding to the widest tree included; picked
+            trees keep their first nodes, drawn ones are never cut. ``None`` sets no bound.
+        noise: where randomness comes from; hashes of the sampling seed by default.
+
     Yields:
         Committed tokens as they come. Time that the consumer spends between two of them is not counted.
 
     Raises:
-        InputError: a batch of no rows.
+        InputError: a batch of no rows, or a sampling parameter that does not fit the target.
         DrafterError: the strategy broke a promise.
         RuntimeError: another decode took the target's cache before this one had ended.
     """
@@ -178,8 +197,10 @@ def speculative_decode(
     if batch_size < 1:
         raise InputError("batch_size", batch_size, "give a whole number of at least 1")
     watch = stopwatch or Stopwatch()
-    choose = TokenChooser(sampling)
-    target.allocate(batch_size, max((_tokens_needed(target, r) for r in requests), default=0), drafter.max_nodes)
+    decider = _Decider(Processing(sampling, target), acceptance, noise or HashedNoise(sampling.seed))
+    tokens_needed = max((_tokens_needed(target, request) for request in requests), default=0)
+    target.allocate(batch_size, tokens_needed, drafter.max_nodes)
+    drafter.allocate(batch_size, tokens_needed)
     lease = target.lease
     waiting, free = deque(enumerate(requests)), list(reversed(range(batch_size)))
     active: dict[int, _Sequence] = {}
@@ -190,7 +211,7 @@ def speculative_decode(
             index, request = waiting.popleft()
             try:
                 with watch.lap() as parts:
-                    sequence = _start(target, drafter, index, request, free[-1], choose)
+                    sequence = _start(target, drafter, index, request, free[-1], decider)
             except (InputError, NoRoomError, NonFiniteLogitsError) as error:
                 target.reset(free[-1], clear=True)
                 yield Progress(index, (), Generation(request, error=str(error)))
@@ -207,12 +228,14 @@ def speculative_decode(
             contexts = _contexts_to_draft(active)
             with watch.part("draft"):
                 proposed = drafter.propose_batch(contexts) if contexts else []
-            trees = _checked_trees(drafter, active, contexts, proposed)
+            trees = _checked_trees(drafter, active, contexts, proposed, decider)
+            if batch_nodes is not None:
+                width = max(1, batch_nodes // (max(trees) - min(trees) + 1))  # rows in between are padded too
+                trees = {row: first_nodes(tree, width) for row, tree in trees.items()}
             with watch.part("verify"):
                 output = target.forward(trees, drafter.feature_layers)
             with watch.part("accept"):
-                walks = _walk(trees, output, active, choose)
-            verdicts = {row: _cut(active[row], trees[row], walk) for row, walk in walks.items()}
+                verdicts = _verdicts(trees, output, active, decider)
             with watch.part("commit"):
                 target.commit({row: verdict.committed for row, verdict in verdicts.items()})
             for row, verdict in verdicts.items():
@@ -246,7 +269,7 @@ def _tokens_needed(target: Target, request: Request) -> int:
     return min(wanted, limit) if len(request.prompt_ids) < limit else 0
 
 
-def _start(target: Target, drafter: Drafter, index: int, request: Request, row: int, choose: TokenChooser) -> _Sequence:
+def _start(target: Target, drafter: Drafter, index: int, request: Request, row: int, decider: _Decider) -> _Sequence:
     """Prefill a prompt and emit its first token; the drafter's first message is the prompt, accepted in full."""
     prompt, limit = request.prompt_ids, target.max_length
     if not prompt:
@@ -257,16 +280,20 @@ def _start(target: Target, drafter: Drafter, index: int, request: Request, row: 
         strange = next(token for token in prompt if not 0 <= token < target.vocab_size)
         raise InputError("prompt_ids", strange, f"token ids run from 0 to {target.vocab_size - 1}")
     budget = request.max_new_tokens if limit is None else min(request.max_new_tokens, limit - len(prompt))
-    rule = StopRule(budget, target.eos_ids, request.stop, target.tokenizer)
+    stop_rule = StopRule(budget, target.eos_ids, request.stop, target.tokenizer)
+    rule = SequenceRule(decider.processing, prompt, budget, request.noise_key, target.device)
     target.reset(row)
     output = target.prefill(row, prompt, drafter.feature_layers)
     logits = output.row_logits(row)
-    token = choose.round(output)[row](0, prompt, request.noise_key)
-    _, reason = rule.take((token,))
+    token = decider.choices(output, {row: root_only(prompt[-1])}, {row: rule}, {row: len(prompt)})[row].token(0)
+    rule.extend((token,))
+    _, reason = stop_rule.take((token,))
     tree = chain(prompt[0], prompt[1:])
     message = Verification(index, True, tree, tuple(range(len(tree))), token, logits, output.row_features(row))
-    context = DraftContext(index, row, [*prompt, token], len(prompt), message, budget - 1)
-    sequence = _Sequence(index, request, rule, context, finish_reason=reason)
+    randomness = Randomness(decider.processing.sampling, decider.acceptance.rule, decider.noise, request.noise_key)
+    context = DraftContext(index, row, [*prompt, token], len(prompt), message, budget - 1, randomness)
+    lossless = decider.acceptance.lossless
+    sequence = _Sequence(index, request, stop_rule, context, rule, lossless, finish_reason=reason)
     if request.logprobs:
         sequence.logprobs += _logprobs(logits, (0,), (token,))
     return sequence
@@ -281,7 +308,11 @@ def _contexts_to_draft(active: dict[int, _Sequence]) -> list[DraftContext]:
 
 
 def _checked_trees(
-    drafter: Drafter, active: dict[int, _Sequence], contexts: Sequence[DraftContext], proposed: Sequence[DraftTree]
+    drafter: Drafter,
+    active: dict[int, _Sequence],
+    contexts: Sequence[DraftContext],
+    proposed: Sequence[DraftTree],
+    decider: _Decider,
 ) -> dict[int, DraftTree]:
     """Return one tree per row and hold the drafter to its promises."""
     trees = {row: root_only(sequence.context.tokens[-1]) for row, sequence in active.items()}
@@ -296,45 +327,90 @@ def _checked_trees(
             )
         if max(tree.tokens) >= vocab_size:
             raise DrafterError(f"{name} proposed token {max(tree.tokens)}; the target's ids end at {vocab_size - 1}")
-        if tree.draft_probs is not None:  # to walk such a tree as if it were deterministic would waste its drafts
-            raise DrafterError(f"{name} proposed sampled drafts; no acceptance rule for draft_probs is available yet")
-        trees[context.row] = tree
+        try:
+            trees[context.row] = _verifiable(tree, drafter, active[context.row], decider)
+        except DrafterError as error:
+            raise DrafterError(f"{name}: {error}") from None
     return trees
 
 
-def _walk(
-    trees: dict[int, DraftTree], output: TargetOutput, active: dict[int, _Sequence], choose: TokenChooser
-) -> dict[int, tuple[tuple[int, ...], int]]:
-    """Return path and next token per row; a row whose logits are not finite is missing."""
-    walks: dict[int, tuple[tuple[int, ...], int]] = {}
-    for row, token_at in choose.round(output).items():
+def _verifiable(tree: DraftTree, drafter: Drafter, sequence: _Sequence, decider: _Decider) -> DraftTree:
+    """Return a tree as the acceptance rule takes it.
+
+    Drafts that the target is forbidden to choose are dropped from a deterministic tree: they could only be rejected.
+    """
+    rule = decider.acceptance.rule
+    if tree.draft_probs is not None:
+        if rule == "coupled":
+            raise DrafterError(
+                "acceptance=coupled takes no draft_probs; draw drafts with shared_noise, or use rejection"
+            )
+        return replace(tree, draft_probs=checked_draft_probs(tree, drafter.target.vocab_size))
+    needs_law = rule in ("rejection", "block") and not decider.processing.sampling.greedy
+    if drafter.draws and needs_law and len(tree) > 1:
+        raise DrafterError(
+            f"it draws its drafts, and acceptance={rule} needs the draft_probs that they were drawn from"
+        )
+    length = len(sequence.context.tokens)
+    forbidden = [sequence.rule.forbidden(length + depth) for depth in range(tree.depth)]
+    if not any(forbidden):
+        return tree
+    return without(tree, lambda node: tree.tokens[node] in forbidden[tree.depths[node] - 1])
+
+
+@dataclass(frozen=True)
+class _Decider:
+    """What a run of the loop decides by: processors, acceptance rule, noise."""
+
+    processing: Processing
+    acceptance: Acceptance
+    noise: Noise
+
+    def choices(
+        self,
+        output: TargetOutput,
+        trees: dict[int, DraftTree],
+        rules: dict[int, SequenceRule],
+        lengths: dict[int, int],
+    ) -> dict[int, Choices]:
+        """Return the target's choices of each row; off the CPU, of all nodes at once."""
+        typical = self.acceptance.rule == "typical"
+        lawful = [row for row, tree in trees.items() if typical or tree.draft_probs is not None]
+        at_once = output.logits.device.type != "cpu"
+        return choices_of_round(
+            output, trees, rules, lengths, self.processing, self.noise, all_at_once=at_once, lawful=lawful
+        )
+
+
+def _verdicts(
+    trees: dict[int, DraftTree], output: TargetOutput, active: dict[int, _Sequence], decider: _Decider
+) -> dict[int, _Verdict]:
+    """Return what the round adds to each row; a row whose logits are not finite is missing."""
+    rules = {row: sequence.rule for row, sequence in active.items()}
+    lengths = {row: len(sequence.context.tokens) for row, sequence in active.items()}
+    greedy, verdicts = decider.processing.sampling.greedy, {}
+    for row, choices in decider.choices(output, trees, rules, lengths).items():
+        chance = decider.noise.chance((*rules[row].key, "accept", lengths[row]))
         with suppress(NonFiniteLogitsError):
-            walks[row] = follow(trees[row], _target_token(trees[row], active[row], token_at, choose.samples))
-    return walks
+            walk = accept(trees[row], choices, chance, decider.acceptance, greedy)
+            verdict = _cut(active[row], trees[row], walk)
+            if not decider.acceptance.lossless:
+                verdict = replace(verdict, altered=_altered(trees[row], choices, verdict))
+            verdicts[row] = verdict
+    return verdicts
 
 
-def _target_token(
-    tree: DraftTree,
-    sequence: _Sequence,
-    token_at: Callable[[int, Sequence[int], tuple[object, ...]], int],
-    needs_history: bool,
-) -> Callable[[int], int]:
-    """Return ``node -> target's token after it``, which sees all committed tokens and the path to the node."""
-    tokens, key = sequence.context.tokens, sequence.request.noise_key
-
-    def target_token(node: int) -> int:
-        history = [*tokens, *(tree.tokens[at] for at in tree.path_to(node)[1:])] if needs_history else tokens
-        return token_at(node, history, key)
-
-    return target_token
+def _altered(tree: DraftTree, choices: Choices, verdict: _Verdict) -> int:
+    """Count emitted drafts that are not the target's own token after their parent."""
+    return sum(choices.token(tree.parents[node]) != tree.tokens[node] for node in verdict.accepted)
 
 
-def _cut(sequence: _Sequence, tree: DraftTree, walk: tuple[tuple[int, ...], int]) -> _Verdict:
+def _cut(sequence: _Sequence, tree: DraftTree, walk: Walk) -> _Verdict:
     """Drop what comes after EOS, a stop string or the budget."""
     path, next_token = walk
     new = (*(tree.tokens[node] for node in path[1:]), next_token)
     count, reason = sequence.stop_rule.take(new)
-    return _Verdict(path, new[:count], reason)
+    return _Verdict(path, new[:count], reason, altered=None)
 
 
 def _commit_tokens(
@@ -344,6 +420,7 @@ def _commit_tokens(
     context = sequence.context
     logits = output.row_logits(context.row)
     context.tokens.extend(verdict.new_tokens)
+    sequence.rule.extend(verdict.new_tokens)
     sequence.finish_reason = verdict.finish_reason
     if sequence.request.logprobs:
         sequence.logprobs += _logprobs(logits, verdict.committed, verdict.new_tokens)
@@ -386,13 +463,14 @@ def _report(
         logprobs=tuple(sequence.logprobs) if sequence.request.logprobs else None,
         time_seconds=sequence.time,
         decode_elapsed_seconds=elapsed - sequence.started_at,
+        lossless=sequence.lossless,
     )
     yield Progress(sequence.index, new_tokens, generation)
 
 
 def _round(tree: DraftTree, verdict: _Verdict, seconds: float) -> Round:
     bonus = len(verdict.new_tokens) - len(verdict.accepted)
-    return Round(tree.tokens, tree.parents, verdict.accepted, tree.depth, bonus, seconds)
+    return Round(tree.tokens, tree.parents, verdict.accepted, tree.depth, bonus, seconds, verdict.altered)
 
 
 def _logprobs(logits: Tensor, nodes: Sequence[int], tokens: Sequence[int]) -> list[float]:

@@ -1,33 +1,48 @@
-"""From raw logits to the token that the target chooses at a node.
-
-The choice at a position depends on nothing but the logits there and a key: greedy decoding takes the first maximum,
-sampling takes the maximum of processed logits plus Gumbel noise that is a hash of the key. So every strategy that
-reaches a position makes the same choice there, and with one seed all of them emit one text.
-"""
+"""How the target's next token is chosen: parameters, and transformers' own processors in transformers' own order."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import cast
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from specdec_lab.errors import InputError, NonFiniteLogitsError
-from specdec_lab.target import TargetOutput
+from specdec_lab.errors import InputError
+from specdec_lab.target import Target
 
 LOWEST_TEMPERATURE = 1e-6
 """Below this, logits divided by the temperature come near the end of float32; 0 takes the maximum without dividing."""
+
+Processor = Callable[..., Tensor]
+"""A logits processor as transformers defines it: ``(ids [rows, tokens], scores [rows, vocab]) -> scores``."""
+
+STATEFUL_PROCESSORS = frozenset(
+    {
+        "AlternatingCodebooksLogitsProcessor",
+        "ClassifierFreeGuidanceLogitsProcessor",
+        "DiaClassifierFreeGuidanceLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor",
+        "SynthIDTextWatermarkLogitsProcessor",
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "WhisperNoSpeechDetection",
+    }
+)
+"""transformers' processors that remember earlier calls, or want other rows than one per sequence: a node of a tree is
+processed only if it is visited, so neither could work."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +50,33 @@ class SamplingParams:
     """How the target's next token is chosen.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: 0 is greedy: the maximum of the processed logits, without ``top_k``, ``top_p`` and ``min_p``.
         top_k: keep the k most likely tokens; ``None`` keeps all.
         top_p: keep the smallest set of tokens with at least this probability; ``None`` keeps all.
         min_p: keep tokens with at least this share of the top token's probability; ``None`` keeps all.
+        repetition_penalty: divide positive logits of tokens that occurred (prompt included) by this, multiply negative
+            ones; ``None`` or 1 changes nothing.
+        bad_words: what must not occur, as texts or as token ids. A text is forbidden as the tokenizer writes it with
+            and without a space before it; spelt with other tokens it can still occur, as in transformers.
+        min_new_tokens: EOS is forbidden before the answer has this many tokens.
         seed: of the noise; one seed gives one text whichever strategy drafts.
+        logits_processors: functions of your own, called as transformers calls them, each with the history of the node
+            that it processes; they stand after the processors above and before temperature and cut-offs. They must not
+            remember earlier calls, and must not edit the ids.
 
     Raises:
-        InputError: a value outside its range.
+        InputError: a value outside its range, or a processor that cannot be honoured.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
     seed: int = 0
+    logits_processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
         if not (self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < float("inf")):
@@ -61,117 +88,125 @@ class SamplingParams:
             raise InputError("sampling.top_p", self.top_p, "give a number above 0 and at most 1, or null")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise InputError("sampling.min_p", self.min_p, "give a number from 0 to 1, or null")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
+            remedy = "give a finite number above 0 (1 changes nothing), or null"
+            raise InputError("sampling.repetition_penalty", self.repetition_penalty, remedy)
+        if self.min_new_tokens < 0:
+            raise InputError("sampling.min_new_tokens", self.min_new_tokens, "give a whole number of at least 0")
+        for name in ("bad_words", "logits_processors"):
+            if isinstance(value := getattr(self, name), str) or not isinstance(value, Sequence):
+                raise InputError(f"sampling.{name}", value, "give a tuple of them, even for a single one")
+        for word in self.bad_words:
+            if not word or (isinstance(word, str) and not word.strip()):
+                raise InputError("sampling.bad_words", word, "give words, or lists of token ids, that are not empty")
+        for processor in self.logits_processors:
+            if not callable(processor):
+                remedy = "give functions (ids, scores) -> scores, in Python; a configuration file cannot name any"
+                raise InputError("sampling.logits_processors", processor, remedy)
+            if STATEFUL_PROCESSORS & {kind.__name__ for kind in type(processor).__mro__}:
+                remedy = "it remembers earlier calls or wants rows of its own, which nodes of a tree do not give it"
+                raise InputError("sampling.logits_processors", type(processor).__name__, remedy)
 
     @property
     def greedy(self) -> bool:
         """Whether the first maximum is taken and no noise is drawn."""
         return self.temperature == 0
 
-    def processors(self) -> LogitsProcessorList:
-        """Return transformers' own processors in the order in which ``generate`` applies them."""
-        processors = LogitsProcessorList()
-        if self.temperature not in (0, 1):
-            processors.append(TemperatureLogitsWarper(float(self.temperature)))
+    def record(self) -> dict[str, Any]:
+        """Return the parameters as result files state them; functions by their names."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["bad_words"] = [word if isinstance(word, str) else list(word) for word in self.bad_words]
+        values["logits_processors"] = [_name(processor) for processor in self.logits_processors]
+        return values
+
+    def warpers(self) -> LogitsProcessorList:
+        """Return what shapes the law by the logits alone, in the order in which ``generate`` applies it."""
+        warpers = LogitsProcessorList()
+        if self.greedy:
+            return warpers
+        if self.temperature != 1:
+            warpers.append(TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k is not None:
-            processors.append(TopKLogitsWarper(self.top_k))
+            warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p is not None and self.top_p < 1:
-            processors.append(TopPLogitsWarper(float(self.top_p)))
+            warpers.append(TopPLogitsWarper(float(self.top_p)))
         if self.min_p is not None:
-            processors.append(MinPLogitsWarper(float(self.min_p)))
-        return processors
+            warpers.append(MinPLogitsWarper(float(self.min_p)))
+        return warpers
 
 
-NON_FINITE = "the target returned NaN or infinite logits; check its dtype, weights and logits processors"
+def _name(processor: Processor) -> str:
+    return getattr(processor, "__qualname__", type(processor).__name__)
 
 
-class TokenChooser:
-    """Chooses the target's token at any node of a round."""
-
-    def __init__(self, sampling: SamplingParams) -> None:
-        self._sampling, self._processors = sampling, sampling.processors()
-
-    @property
-    def samples(self) -> bool:
-        """Whether the choice depends on the node's history and noise."""
-        return not self._sampling.greedy
-
-    def round(self, output: TargetOutput) -> dict[int, Callable[[int, Sequence[int], tuple[object, ...]], int]]:
-        """Return, per cache row, the function ``(node, history, noise key) -> token``.
-
-        Greedy takes all rows' maxima at once. Sampling processes a node only when the walk visits it, since top-p
-        costs about 4 ms a node at a vocabulary of 49 k on a CPU.
-
-        Raises (from the returned function):
-            NonFiniteLogitsError: the chosen token's logit is NaN or infinite.
-        """
-        if self._sampling.greedy:
-            chosen, finite = greedy_tokens(output.logits)
-            return {row: partial(_looked_up, chosen[at], finite[at]) for row, at in output.at.items()}
-        return {row: partial(self._draw, output.row_logits(row)) for row in output.at}
-
-    def _draw(self, logits: Tensor, node: int, history: Sequence[int], key: tuple[object, ...]) -> int:
-        return sampled_token(logits[node], history, self._processors, self._sampling.seed, (*key, len(history)))
-
-
-def _looked_up(
-    tokens: Sequence[int], finite: Sequence[bool], node: int, history: Sequence[int], key: tuple[object, ...]
-) -> int:
-    if not finite[node]:
-        raise NonFiniteLogitsError(NON_FINITE)
-    return tokens[node]
-
-
-def greedy_tokens(logits: Tensor) -> tuple[list[list[int]], list[list[bool]]]:
-    """Return the first maximum of each node of ``[rows, nodes, vocab]``, and whether its logit is finite."""
-    wide = logits.float()  # argmax over bfloat16 takes 3.6 times as long on a CPU
-    tokens = wide.argmax(dim=-1)  # [rows, nodes]
-    finite = wide.gather(-1, tokens[..., None])[..., 0].isfinite()
-    chosen, good = torch.stack((tokens, finite.long())).tolist()  # the round's one device synchronisation
-    return chosen, [[bool(flag) for flag in row] for row in good]
-
-
-def sampled_token(
-    logits: Tensor, history: Sequence[int], processors: LogitsProcessorList, seed: int, key: tuple[object, ...]
-) -> int:
-    """Draw one token by the Gumbel maximum (arXiv 1611.01144, section 2; shared noise as in arXiv 2408.07978).
-
-    Args:
-        logits: one raw row, ``[vocab]``; it is not edited.
-        history: every token before the one to draw, for processors that look at it.
-        key: what identifies the draw besides the seed: question, turn, sample, position.
+class Processing:
+    """The processors of a run, resolved for one target.
 
     Raises:
-        NonFiniteLogitsError: the row holds NaN, or no token is left with a finite logit.
+        InputError: a bad word that the target's vocabulary does not have or cannot forbid.
     """
-    ids = torch.tensor([list(history)], device=logits.device)
-    raw = cast(torch.FloatTensor, logits.float()[None].clone())  # [1, vocab]
-    scores = processors(cast(torch.LongTensor, ids), raw)[0]  # [vocab]
-    noisy = scores + gumbel_noise(scores.shape[0], seed, key, scores.device)
-    token = int(noisy.argmax())
-    if not bool(noisy[token].isfinite()):
-        raise NonFiniteLogitsError(NON_FINITE)
-    return token
+
+    def __init__(self, sampling: SamplingParams, target: Target) -> None:
+        self.sampling, self._eos_ids = sampling, sorted(target.eos_ids)
+        self._device = target.device
+        self._before, self._after, self._warpers = [], list(sampling.logits_processors), sampling.warpers()
+        bad_ids = _bad_ids(sampling.bad_words, target)
+        self._bad_tokens = frozenset(ids[0] for ids in bad_ids if len(ids) == 1)
+        if sampling.repetition_penalty not in (None, 1):
+            self._before.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
+        if bad_ids:
+            self._before.append(NoBadWordsLogitsProcessor([list(ids) for ids in bad_ids], self._eos_ids or None))
+        self._waits = sampling.min_new_tokens > 0 and bool(self._eos_ids)
+        built_in = {type(one) for one in (*self._before, *self._warpers)}
+        for processor in sampling.logits_processors:
+            if type(processor) in built_in:
+                remedy = "the sampling parameters bring one of this kind already; give one of the two"
+                raise InputError("sampling.logits_processors", type(processor).__name__, remedy)
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether a node's token is the maximum of its raw logits."""
+        return self.sampling.greedy and not self.needs_history
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the tokens before a node matter, and not its logits alone."""
+        return bool(self._before or self._after or self._waits)
+
+    def processors(self, prompt_length: int, device: torch.device | str | None = None) -> LogitsProcessorList:
+        """Return the processors of one sequence, in the order of ``GenerationMixin._get_logits_processor``.
+
+        Args:
+            device: where the scores are; the target's by default.
+        """
+        chosen = LogitsProcessorList(self._before)
+        if self._waits:
+            minimum, place = self.sampling.min_new_tokens, str(device or self._device)
+            chosen.append(MinNewTokensLengthLogitsProcessor(prompt_length, minimum, self._eos_ids, place))
+        return LogitsProcessorList([*chosen, *self._after, *self._warpers])
+
+    def forbidden(self, answer_length: int) -> frozenset[int]:
+        """Return tokens that the target cannot choose after so many tokens of the answer, whatever its logits."""
+        waits = self._waits and answer_length < self.sampling.min_new_tokens
+        return self._bad_tokens | frozenset(self._eos_ids) if waits else self._bad_tokens
 
 
-_MASK32 = 0xFFFFFFFF
+def _bad_ids(bad_words: Sequence[str | tuple[int, ...]], target: Target) -> list[tuple[int, ...]]:
+    """Return the distinct id sequences to forbid."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in bad_words:
+        for ids in _encodings(word, target.tokenizer) if isinstance(word, str) else (tuple(word),):
+            if not all(0 <= token < target.vocab_size for token in ids):
+                raise InputError("sampling.bad_words", word, f"token ids run from 0 to {target.vocab_size - 1}")
+            if len(ids) == 1 and ids[0] in target.eos_ids:
+                remedy = "this is the end-of-sequence token, which bad words cannot forbid; use sampling.min_new_tokens"
+                raise InputError("sampling.bad_words", word, remedy)
+            found[ids] = None
+    return list(found)
 
 
-def gumbel_noise(vocab: int, seed: int, key: tuple[object, ...], device: torch.device | str = "cpu") -> Tensor:
-    """Return standard Gumbel noise per token id, ``[vocab]`` float32, as a hash of (seed, key, token id).
-
-    The same integers on every device: a 64-bit key from BLAKE2b, two rounds of MurmurHash3's 32-bit finaliser over it
-    and the token id, 32 bits to a uniform number in (0, 1).
-    """
-    digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
-    low, high = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
-    mixed = _mix32(torch.arange(vocab, device=device) ^ low)
-    mixed = _mix32((mixed + high) & _MASK32)
-    uniform = (mixed.double() + 0.5) / 2**32
-    return (-(-uniform.log()).log()).float()
-
-
-def _mix32(values: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser on int64 tensors that hold 32-bit values."""
-    values = ((values ^ (values >> 16)) * 0x85EBCA6B) & _MASK32
-    values = ((values ^ (values >> 13)) * 0xC2B2AE35) & _MASK32
-    return values ^ (values >> 16)
+def _encodings(word: str, tokenizer: PreTrainedTokenizerBase | None) -> list[tuple[int, ...]]:
+    if tokenizer is None:
+        raise InputError("sampling.bad_words", word, "this target has no tokenizer; give token ids")
+    texts = dict.fromkeys((word, f" {word.lstrip()}"))
+    return [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]

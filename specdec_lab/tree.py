@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,16 +21,20 @@ class DraftTree:
         tokens: token id per node, ``[nodes]``.
         parents: index of each node's parent, ``[nodes]``; ``parents[0] == -1`` and ``parents[i] < i``.
         draft_probs: ``None`` when children were chosen deterministically (a point mass per child). Otherwise
-            ``[nodes, vocab]``, where row *i* is the law that the children of node *i* were really drawn from.
+            ``[nodes, vocab]``, where row *i* is the law that the children of node *i* were really drawn from, after
+            temperature and cut-offs, on the target's vocabulary; rows of leaves are not read.
+        without_replacement: whether each sibling was drawn from what its elder siblings left of that law, renormalised;
+            otherwise siblings are independent draws, which can be equal.
 
     Raises:
         ValueError: the two lists disagree, a parent does not precede its child, a token id is negative, or two
-            deterministic siblings carry the same token.
+            siblings carry the same token though they were not drawn independently.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     draft_probs: Tensor | None = None
+    without_replacement: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", tuple(self.tokens))
@@ -44,7 +48,8 @@ class DraftTree:
                 raise ValueError(f"node {node} has parent {self.parents[node]}; a parent precedes its child")
         if min(self.tokens) < 0:
             raise ValueError(f"negative token id in {self.tokens}; an absent draft is no node, not a padded one")
-        if self.draft_probs is None and len(set(zip(self.parents, self.tokens, strict=True))) != len(self.tokens):
+        independent = self.draft_probs is not None and not self.without_replacement
+        if not independent and len(set(zip(self.parents, self.tokens, strict=True))) != len(self.tokens):
             raise ValueError(f"two siblings carry the same token: {self.tokens} under {self.parents}")
 
     def __len__(self) -> int:
@@ -131,3 +136,36 @@ def from_paths(root: int, paths: Iterable[Sequence[int]], max_nodes: int | None 
                 node_of[at, token] = child
             at = child
     return DraftTree(tuple(tokens), tuple(parents))
+
+
+def without(tree: DraftTree, dropped: Callable[[int], bool]) -> DraftTree:
+    """Return a deterministic tree without some nodes and all that hangs from them; the root stays.
+
+    Raises:
+        ValueError: the children were drawn at random. To drop what was drawn would change the law of the rest.
+    """
+    if tree.draft_probs is not None:
+        raise ValueError("a drawn token is never dropped")
+    place = {0: 0}
+    for node in range(1, len(tree)):
+        if tree.parents[node] in place and not dropped(node):
+            place[node] = len(place)
+    kept = tuple(place)
+    return DraftTree(tuple(tree.tokens[node] for node in kept), (-1, *(place[tree.parents[node]] for node in kept[1:])))
+
+
+def first_nodes(tree: DraftTree, count: int) -> DraftTree:
+    """Return the first nodes of a deterministic tree, which hold their ancestors; a tree that was drawn stays whole."""
+    if len(tree) <= count or tree.draft_probs is not None:
+        return tree
+    return DraftTree(tree.tokens[:count], tree.parents[:count])
+
+
+def find_path(tree: DraftTree, tokens: Iterable[int]) -> int | None:
+    """Return the node at the end of a path of tokens below the root, or ``None`` where the tree has no such path."""
+    node = 0
+    for token in tokens:
+        node = next((child for child in tree.children[node] if tree.tokens[child] == token), -1)
+        if node < 0:
+            return None
+    return node

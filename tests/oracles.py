@@ -23,6 +23,7 @@ from specdec_lab.drafters.base import DraftContext, Drafter, Verification
 from specdec_lab.sampling import SamplingParams
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree
+from specdec_lab.verify import REJECTION, Acceptance
 
 LOGITS_WITHIN = 2e-4
 """Largest difference of two fp32 logits computed in different shapes; the tiny models' logits are of order 1 to 10."""
@@ -79,12 +80,15 @@ def decode(
     requests: Sequence[Request],
     *,
     sampling: SamplingParams = GREEDY,
+    acceptance: Acceptance = REJECTION,
     batch_size: int = 1,
 ) -> list[Generation]:
     """Decode requests and return their generations in order; streamed tokens must be those of the generation."""
     streamed: dict[int, list[int]] = {index: [] for index in range(len(requests))}
     done: dict[int, Generation] = {}
-    for progress in speculative_decode(target, drafter, requests, sampling=sampling, batch_size=batch_size):
+    for progress in speculative_decode(
+        target, drafter, requests, sampling=sampling, acceptance=acceptance, batch_size=batch_size
+    ):
         streamed[progress.index].extend(progress.new_tokens)
         if progress.generation is not None:
             assert progress.index not in done, "a request finished twice"
@@ -102,7 +106,7 @@ def check_counters(generation: Generation) -> None:
     rounds = generation.rounds
     assert len(generation.output_ids) == 1 + sum(item.accepted + item.bonus for item in rounds)
     for item in rounds:
-        tree = DraftTree(item.tokens, item.parents)
+        tree = DraftTree(item.tokens, item.parents, torch.zeros(1))  # siblings that were drawn can be equal
         assert 0 <= item.accepted <= item.proposed == tree.depth
         assert item.bonus in (0, 1)
         assert item.accepted + item.bonus >= 1

@@ -59,7 +59,7 @@ def test_every_drafter_file_composes_without_an_edit_elsewhere():
 
 def test_files_hold_no_accidental_booleans():
     """``exact: off`` without quotes is false to YAML 1.1; a word that reads as a boolean is quoted."""
-    meant = {"resume", "overwrite", "trust_remote_code", "disable_existing_loggers"}
+    meant = {"resume", "overwrite", "trust_remote_code", "disable_existing_loggers", "text_pool"}
     folder = Path(str(conf.__path__[0]))
     for path in folder.rglob("*.yaml"):
         for name, value in (yaml.safe_load(path.read_text("utf-8")) or {}).items():
@@ -78,7 +78,10 @@ def test_strategies_default_to_those_that_need_nothing():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["strategies=[ngramm]"], r"strategies='ngramm': .*did you mean ngram\?.*choose from autoregressive, ngram"),
+        (
+            ["strategies=[ngramm]"],
+            r"strategies='ngramm': .*did you mean ngram\?.*choose from autoregressive, draft_model, ",
+        ),
         (["strategies=ngram"], r"strategies='ngram': give a list, as strategies=\[ngram\]"),
         (["strategies=[ngram,ngram]"], "strategies='ngram': .*twice"),
         (["drafter.ngram.k=0"], "drafter.ngram.k=0: .*greater than or equal to 1"),
@@ -98,8 +101,15 @@ def test_strategies_default_to_those_that_need_nothing():
         (["repeats=-1"], "repeats=-1: .*greater than or equal to 1"),
         (["seed=-1"], "seed=-1: .*greater than or equal to 0"),
         (["exact=on"], "exact='on': .*'off' or 'fixed_shape'"),
-        (["acceptance=block"], "acceptance='block': this rule is not available yet; choose from rejection, coupled"),
-        (["acceptance=typical"], "acceptance='typical': this rule is not available yet"),
+        (["typical.epsilon=0"], "typical.epsilon=0.0: "),
+        (["typical.delta=-1"], "typical.delta=-1.0: "),
+        (["typical=3"], "typical=3: "),
+        (["sampling.repetition_penalty=0"], "sampling.repetition_penalty=0.0: .*above 0"),
+        (["sampling.min_new_tokens=-1"], "sampling.min_new_tokens=-1: "),
+        (["sampling.min_new_tokens=65"], "sampling.min_new_tokens=65: give at most max_new_tokens, which is 64"),
+        (["sampling.bad_words=['']"], "sampling.bad_words='': "),
+        (["sampling.bad_words=[[]]"], "sampling.bad_words"),
+        (["+sampling.logits_processors=[os.getcwd]"], "sampling.logits_processors.0='os.getcwd': .*callable"),
         (["acceptance=lucky"], "acceptance='lucky': .*'rejection'"),
         (["sampling.temperature=-1"], "sampling.temperature=-1"),
         (["sampling.temperature=1e-320"], "sampling.temperature=.*at least 1e-06"),

@@ -23,19 +23,23 @@ from oracles import (
     random_requests,
 )
 from sample_tokenizers import letters
-from scripted import FutureDrafter, PathsDrafter, RandomTreeDrafter, ScriptedDrafter
-from tiny_models import BIGRAM_VOCAB, bigram_model, law_table, successor_table, tiny_model
+from scripted import DrawingDrafter, FutureDrafter, PathsDrafter, RandomTreeDrafter, ScriptedDrafter
+from tiny_models import tiny_model
 from torch import Tensor
 
+from specdec_lab import decode as decode_module
 from specdec_lab import target as target_module
+from specdec_lab.audit.toy import TOY_VOCAB, bigram_model, law_table, successor_table
 from specdec_lab.decode import GREEDY, Generation, Request, speculative_decode
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.base import DraftContext, Drafter
 from specdec_lab.drafters.ngram import NgramDrafter
 from specdec_lab.errors import DrafterError, InputError
+from specdec_lab.noise import gumbel_noise
 from specdec_lab.sampling import SamplingParams
 from specdec_lab.target import Exact, Target
 from specdec_lab.tree import DraftTree, chain, from_paths, root_only
+from specdec_lab.verify import Acceptance, RuleName
 
 GetTarget = Callable[..., Target]
 
@@ -44,7 +48,7 @@ BUDGETS = (1, 2, 3, 4, 5, 6, 30)
 
 def counting_target(eos: int | None = None, **options: Any) -> Target:
     """Return a target that says 5 after 4, 6 after 5 and so on, and 3 after 15."""
-    successor = [1, 2, 3, *range(4, BIGRAM_VOCAB), 3]
+    successor = [1, 2, 3, *range(4, TOY_VOCAB), 3]
     return Target(bigram_model(successor_table(successor), eos=eos, **options))
 
 
@@ -156,11 +160,11 @@ def test_the_bonus_is_not_the_parents_token_again():
 
 def test_equal_logits_break_alike_in_both_paths():
     """Guards LC-13: of two tokens with the same logit the lower id wins, in a plain step, a chain and a tree."""
-    table = torch.zeros(BIGRAM_VOCAB, BIGRAM_VOCAB)
-    for token in range(BIGRAM_VOCAB):
+    table = torch.zeros(TOY_VOCAB, TOY_VOCAB)
+    for token in range(TOY_VOCAB):
         table[token, [(token * 5 + 3) % 16, (token * 7 + 2) % 16, (token * 3 + 9) % 16]] = 4.0
     target = Target(bigram_model(table))
-    requests = [Request((token,), 12) for token in range(BIGRAM_VOCAB)]
+    requests = [Request((token,), 12) for token in range(TOY_VOCAB)]
     answers = naive_answers(target.model, requests, frozenset())
     for drafter in (
         AutoregressiveDrafter(target),
@@ -538,7 +542,7 @@ def test_requests_that_cannot_run_fail_alone():
         (lambda context: from_paths(context.tokens[-1], [[token] for token in range(8)]), "9 nodes"),
         (lambda context: root_only(context.tokens[-1] + 1), "rooted its tree at 6, not at 5"),
         (lambda context: root_only(context.tokens[-2]), "rooted its tree at 4, not at 5"),
-        (lambda context: chain(context.tokens[-1], [BIGRAM_VOCAB]), "token 16; the target's ids end at 15"),
+        (lambda context: chain(context.tokens[-1], [TOY_VOCAB]), "token 16; the target's ids end at 15"),
     ],
     ids=["too deep", "too large", "wrong root", "last root again", "no such token"],
 )
@@ -550,6 +554,186 @@ def test_a_drafter_that_breaks_its_promise_is_named(propose: Callable[[DraftCont
         decode(target, drafter, [Request((4,), 11)])
     (generation,) = decode(target, AutoregressiveDrafter(target), [Request((4,), 2)])
     assert generation.output_ids == (5, 6)
+
+
+# --- drawn drafts, processors, lossy acceptance ----------------------------------------------------------------------
+
+DRAFT_LAWS = {0: (0.7, 0.2, 0.1), 1: (0.2, 0.2, 0.6), 2: (0.3, 0.3, 0.4)}
+EVEN = SamplingParams(1.0)
+
+
+def three_token_target(law: Sequence[float] = (0.5, 0.3, 0.2)) -> Target:
+    return Target(bigram_model(law_table(dict.fromkeys(range(3), law))))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_drawn_draft_without_its_law_is_refused(rule: RuleName):
+    """Guards LC-11: it would be taken for a picked one, and far too few would be accepted, without an error."""
+    target = three_token_target()
+
+    class Forgetful(DrawingDrafter):
+        def propose(self, context: DraftContext) -> DraftTree:
+            tree = super().propose(context)
+            return DraftTree(tree.tokens, tree.parents)
+
+    drafter = Forgetful(target, DRAFT_LAWS, (-1, 0))
+    with pytest.raises(DrafterError, match=f"Forgetful: .*acceptance={rule} needs the draft_probs"):
+        decode(target, drafter, [Request((0,), 5)], sampling=EVEN, acceptance=Acceptance(rule))
+    decode(target, drafter, [Request((0,), 5)])  # greedy needs no law
+    decode(target, drafter, [Request((0,), 5)], sampling=EVEN, acceptance=Acceptance("coupled"))
+
+
+def test_a_law_under_coupled_acceptance_is_refused():
+    """Guards LC-11: coupled acceptance would ignore it."""
+    target = three_token_target()
+    with pytest.raises(DrafterError, match="DrawingDrafter: acceptance=coupled takes no draft_probs"):
+        decode(
+            target,
+            DrawingDrafter(target, DRAFT_LAWS, (-1, 0)),
+            [Request((0,), 5)],
+            sampling=EVEN,
+            acceptance=Acceptance("coupled"),
+        )
+
+
+def test_a_law_that_cannot_be_true_is_refused():
+    """Guards LC-08: a draft of probability 0 never reaches a division."""
+    target = three_token_target()
+
+    def propose(context: DraftContext) -> DraftTree:
+        law = torch.zeros(2, target.vocab_size)
+        law[:, 0] = 1
+        return DraftTree((context.tokens[-1], 1), (-1, 0), law)
+
+    with pytest.raises(DrafterError, match="ScriptedDrafter: token 1 under node 0 has draft probability 0"):
+        decode(target, ScriptedDrafter(target, propose), [Request((0,), 5)], sampling=EVEN)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("without_replacement", [False, True])
+def test_drawn_drafts_follow_the_law_in_batches(rule: RuleName, without_replacement: bool):
+    """Guards LC-01 and SP-04: over many questions, with hashed noise; one seed gives one text, another another."""
+    target = three_token_target()
+    drafter = DrawingDrafter(target, DRAFT_LAWS, (-1, 0, 0, 1), without_replacement=without_replacement)
+    requests = [Request((0,), 4, noise_key=(number,)) for number in range(300)]
+
+    def answers(seed: int, batch_size: int) -> list[tuple[int, ...]]:
+        sampling = SamplingParams(1.0, seed=seed)
+        done = decode(target, drafter, requests, sampling=sampling, acceptance=Acceptance(rule), batch_size=batch_size)
+        return [generation.output_ids for generation in done]
+
+    found = answers(0, 50)
+    law = (0.5, 0.3, 0.2)
+    check_law(lambda n: found[n][1:3], {(a, b): law[a] * law[b] for a in range(3) for b in range(3)}, len(requests))
+    check_law(lambda n: found[n][3], dict(enumerate(law)), len(requests))
+    assert answers(0, 7) == found
+    assert answers(1, 50) != found
+
+
+def test_greedy_decoding_with_drawn_drafts_is_greedy():
+    """Guards SP-10: at temperature 0 the draft's law plays no part."""
+    target = counting_target()
+    flat = {token: [1 / TOY_VOCAB] * TOY_VOCAB for token in range(TOY_VOCAB)}
+    (done,) = decode(target, DrawingDrafter(target, flat, (-1, 0, 0, 0, 1)), [Request((4,), 12)])
+    assert done.output_ids == tuple(3 + (2 + step) % 13 for step in range(12))
+
+
+def test_typical_acceptance_is_counted_for_what_it_changes():
+    """Drafts that plain decoding would not have emitted there are counted, per round, and nothing else is."""
+    target = three_token_target()
+    requests = [Request((0,), 25, noise_key=(number,)) for number in range(6)]
+    done = decode(
+        target, PathsDrafter(target, [[0, 0]]), requests, sampling=EVEN, acceptance=Acceptance("typical"), batch_size=2
+    )
+    for generation in done:
+        assert all(item.accepted == item.proposed for item in generation.rounds), "p=.5 is above the bar"
+        position = 2
+        for item in generation.rounds:
+            own = [
+                int(gumbel_noise(3, 0, (*generation.request.noise_key, position + at)).add(LOG_LAW).argmax())
+                for at in range(2)
+            ]
+            assert item.altered == sum(token != 0 for token in own[: item.accepted])
+            position += item.accepted + item.bonus
+    shares = [item.altered for generation in done for item in generation.rounds if item.altered is not None]
+    assert sum(shares) > 0
+    (plain,) = decode(target, PathsDrafter(target, [[0, 0]]), requests[:1], sampling=EVEN)
+    assert all(item.altered is None for item in plain.rounds)
+    (greedy,) = decode(target, PathsDrafter(target, [[0, 1]]), requests[:1], acceptance=Acceptance("typical"))
+    assert set(greedy.output_ids) == {0}
+    assert sum(item.altered or 0 for item in greedy.rounds) == 0
+
+
+LOG_LAW = torch.tensor([0.5, 0.3, 0.2]).log()
+
+
+def test_forbidden_drafts_are_not_offered():
+    """Guards TV-08: cut before the forbidden id, in every branch; EOS only until the answer is long enough."""
+    target = Target(bigram_model(law_table(dict.fromkeys(range(4), (0.4, 0.3, 0.2, 0.1))), eos=3))
+    paths = [[0, 1, 2], [2, 0, 3], [3], [1, 1]]
+    sampling = SamplingParams(1.0, bad_words=((1,),), min_new_tokens=4, seed=3)
+    (done,) = decode(target, PathsDrafter(target, paths), [Request((0,), 12)], sampling=sampling)
+    (plain,) = decode(target, AutoregressiveDrafter(target), [Request((0,), 12)], sampling=sampling)
+    assert done.output_ids == plain.output_ids
+    offered = [DraftTree(item.tokens, item.parents) for item in done.rounds]
+    assert offered[0].tokens[1:] == (0, 2, 0)
+    emitted = 1
+    for item, tree in zip(done.rounds, offered, strict=True):
+        for node in range(1, len(tree)):
+            assert tree.tokens[node] != 1
+            assert tree.tokens[node] != 3 or emitted + tree.depths[node] - 1 >= 4
+        emitted += item.accepted + item.bonus
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_processors_hold_from_the_first_token_on(temperature: float):
+    """Guards SP-05: the prefill's token and every token of rounds; EOS is favoured and yet comes late."""
+    target = Target(bigram_model(law_table(dict.fromkeys(range(3), (0.05, 0.15, 0.8))), eos=2))
+    requests = [Request((0,), 12, noise_key=(number,)) for number in range(20)]
+    sampling = SamplingParams(temperature, min_new_tokens=6, bad_words=((1, 1, 1),))
+    for generation in decode(target, PathsDrafter(target, [[1, 1, 1], [2]]), requests, sampling=sampling, batch_size=3):
+        assert generation.finish_reason == "eos"
+        assert len(generation.output_ids) >= 7
+        assert 2 not in generation.output_ids[:6]
+        assert "1, 1, 1" not in str(generation.output_ids)
+
+
+@pytest.mark.parametrize("batch_nodes", [1, 6, 40])
+def test_a_budget_of_nodes_for_the_whole_batch(batch_nodes: int, tiny_target: GetTarget):
+    """Picked trees are cut to the budget's share of each row, drawn ones never; the text is the same."""
+    target = tiny_target("llama")
+    requests = random_requests(7, 6, (3, 9), (12, 25))
+    answers = naive_answers(target.model, requests, target.eos_ids)
+    drafter = RandomTreeDrafter(target, answers, max_nodes=12)
+    for event in speculative_decode(target, drafter, requests, batch_size=3, batch_nodes=batch_nodes):
+        if event.generation is not None:
+            prompt = event.generation.request.prompt_ids
+            wanted = answers[prompt][len(prompt) : len(prompt) + event.generation.request.max_new_tokens]
+            assert event.generation.output_ids == tuple(wanted)
+            assert max(len(item.tokens) for item in event.generation.rounds) <= max(1, batch_nodes)
+            if event.index < 3:
+                assert len(event.generation.rounds[0].tokens) <= max(1, batch_nodes // 3)
+    three = three_token_target()
+    drawn = DrawingDrafter(three, DRAFT_LAWS, (-1, 0, 1, 2))
+    (*_, last) = speculative_decode(three, drawn, [Request((0,), 9)], sampling=EVEN, batch_nodes=1)
+    assert last.generation is not None
+    assert len(last.generation.rounds[0].tokens) == 4
+
+
+def test_off_the_cpu_all_nodes_are_processed_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Guards SP-01: the way that accelerators take gives the same texts, under every kind of processor."""
+    target = three_token_target()
+    requests = [Request((0,), 20, noise_key=(number,)) for number in range(5)]
+    sampling = SamplingParams(0.9, top_k=2, repetition_penalty=1.3, bad_words=((0, 0, 0),))
+    drafter = PathsDrafter(target, [[0, 1, 2], [1, 1], [2]])
+    visited = decode(target, drafter, requests, sampling=sampling, batch_size=2)
+    of_round = decode_module.choices_of_round
+    monkeypatch.setattr(
+        decode_module, "choices_of_round", lambda *given, **named: of_round(*given, **{**named, "all_at_once": True})
+    )
+    at_once = decode(target, drafter, requests, sampling=sampling, batch_size=2)
+    assert [one.output_ids for one in at_once] == [one.output_ids for one in visited]
+    assert [one.rounds[0].path for one in at_once] == [one.rounds[0].path for one in visited]
 
 
 def test_a_drafter_must_answer_for_every_row():

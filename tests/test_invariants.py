@@ -11,9 +11,10 @@ import pytest
 import torch
 from oracles import decode, random_requests
 from scripted import ScriptedDrafter
-from tiny_models import bigram_model, successor_table, tiny_model
+from tiny_models import tiny_model
 from torch import Tensor
 
+from specdec_lab.audit.toy import bigram_model, successor_table
 from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.base import DraftContext, Drafter

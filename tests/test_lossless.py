@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from importlib import resources
 from typing import Any
 
 import pytest
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
+import torch
 from oracles import check_greedy_identity, check_law, decode, naive_answers
-from tiny_models import bigram_model, law_table
+from strategies_at_hand import Make, maker
+from torch import Tensor
+from transformers import LogitsProcessorList
 
+from specdec_lab.audit.toy import bigram_model, law_table
 from specdec_lab.config import available_strategies
 from specdec_lab.decode import Request
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
-from specdec_lab.drafters.base import Drafter
 from specdec_lab.sampling import SamplingParams
 from specdec_lab.target import Exact, Target
+from specdec_lab.verify import Acceptance
 
 GetTarget = Callable[..., Target]
 
@@ -30,18 +31,9 @@ BUDGETS = (1, 2, 3, 4, 5, 40)
 
 
 @pytest.fixture(params=available_strategies())
-def make_drafter(request: pytest.FixtureRequest) -> Callable[[Target], Drafter]:
+def make_drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Return ``target -> drafter``, with the file's own values."""
-    text = (resources.files("specdec_lab.conf") / "drafter" / f"{request.param}.yaml").read_text(encoding="utf-8")
-
-    def make(target: Target) -> Drafter:
-        drafter = instantiate(OmegaConf.create(text), target=target)
-        assert isinstance(drafter, Drafter)
-        if not drafter.lossless:
-            pytest.skip(f"{request.param} says that it is not lossless")
-        return drafter
-
-    return make
+    return maker(request.param, tmp_path_factory.getbasetemp() / "drafts")
 
 
 def repetitive_requests(count: int, budgets: Sequence[int], *, vocab: int = 128) -> list[Request]:
@@ -56,7 +48,7 @@ def repetitive_requests(count: int, budgets: Sequence[int], *, vocab: int = 128)
 
 
 def test_greedy_texts_are_those_of_the_naive_loop(
-    make_drafter: Callable[[Target], Drafter], architecture: str, exact: Exact, tiny_target: GetTarget
+    make_drafter: Make, architecture: str, exact: Exact, tiny_target: GetTarget
 ):
     """Guards LC-13, CP and ST-02: six families, both exact modes, six budgets, batches of 1 and 3 with refills."""
     target = tiny_target(architecture, exact)
@@ -69,6 +61,42 @@ def test_greedy_texts_are_those_of_the_naive_loop(
         assert proposed > 0, "the strategy never proposed anything, so nothing was proved"
 
 
+def no_token_twice_in_a_row(ids: Tensor, scores: Tensor) -> Tensor:
+    return scores.scatter(1, ids[:, -1:], float("-inf"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.5},
+        {"bad_words": ((3,), (4, 5)), "min_new_tokens": 7},
+        {"logits_processors": (no_token_twice_in_a_row,), "repetition_penalty": 0.8},
+    ],
+    ids=lambda settings: ", ".join(settings),
+)
+def test_greedy_texts_under_processors_are_those_of_generate(
+    make_drafter: Make, settings: dict[str, Any], tiny_target: GetTarget
+):
+    """Guards SP-01 and SP-05: each node is processed with its own history, as transformers' own loop would."""
+    target = tiny_target("llama")
+    requests = repetitive_requests(6, (25, 9))
+    asked = {name: value for name, value in settings.items() if name not in ("bad_words", "logits_processors")}
+    if "bad_words" in settings:
+        asked["bad_words_ids"] = [list(ids) for ids in settings["bad_words"]]
+    drafted = decode(target, make_drafter(target), requests, sampling=SamplingParams(**settings), batch_size=2)
+    for request, generation in zip(requests, drafted, strict=True):
+        ids = torch.tensor([request.prompt_ids])
+        plain: Any = target.model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=request.max_new_tokens,
+            logits_processor=LogitsProcessorList(settings.get("logits_processors", ())),
+            **asked,
+        )
+        assert generation.output_ids == tuple(plain[0, ids.shape[1] :].tolist())
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -77,29 +105,30 @@ def test_greedy_texts_are_those_of_the_naive_loop(
         {"temperature": 1.0, "top_p": 0.8},
         {"temperature": 0.7, "min_p": 0.2, "seed": 9},
         {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "min_p": 0.02, "seed": 1},
+        {"temperature": 0.9, "repetition_penalty": 1.3, "min_new_tokens": 5},
+        {"temperature": 1.0, "bad_words": ((3,), (20, 21)), "logits_processors": (no_token_twice_in_a_row,)},
     ],
     ids=str,
 )
-def test_sampled_texts_are_those_of_the_baseline(
-    make_drafter: Callable[[Target], Drafter], settings: dict[str, Any], tiny_target: GetTarget
-):
+def test_sampled_texts_are_those_of_the_baseline(make_drafter: Make, settings: dict[str, Any], tiny_target: GetTarget):
     """Guards SP-02 and SP-04: with one seed the text is the baseline's, token for token, in any batch."""
     target = tiny_target("qwen2")
     drafter, sampling = make_drafter(target), SamplingParams(**settings)
     requests = repetitive_requests(8, (1, 3, 25))
     plain = decode(target, AutoregressiveDrafter(target), requests, sampling=sampling)
+    coupled = Acceptance("coupled")
     for batch_size in (1, 3):
-        drafted = decode(target, drafter, requests, sampling=sampling, batch_size=batch_size)
+        drafted = decode(target, drafter, requests, sampling=sampling, acceptance=coupled, batch_size=batch_size)
         assert [item.output_ids for item in drafted] == [item.output_ids for item in plain]
     other = SamplingParams(**{**settings, "seed": 100})
     again = decode(target, AutoregressiveDrafter(target), requests, sampling=other)
     assert [item.output_ids for item in again] != [item.output_ids for item in plain]
 
 
-def test_sampled_tokens_follow_the_targets_law(make_drafter: Callable[[Target], Drafter]):
+def test_sampled_tokens_follow_the_targets_law(make_drafter: Make):
     """Guards LC-03, LC-07 and LC-12: over many questions the second and third token have the law of the target."""
     laws = {0: (0.4, 0.35, 0.25), 1: (0.25, 0.3, 0.45), 2: (0.5, 0.25, 0.25)}
-    target = Target(bigram_model(law_table(laws)))
+    target = Target(bigram_model(law_table(laws)), name="toy")
     prompt = (0, 1, 2, 0, 0, 2, 1, 1, 0, 1, 2, 2, 0)  # every pair has occurred, so there is always a draft
     requests = [Request(prompt, 3, noise_key=(number,)) for number in range(400)]
     generations = decode(
@@ -113,9 +142,7 @@ def test_sampled_tokens_follow_the_targets_law(make_drafter: Callable[[Target], 
     check_law(lambda number: generations[number].output_ids[1:], law, len(requests))
 
 
-def test_log_probabilities_do_not_depend_on_the_strategy(
-    make_drafter: Callable[[Target], Drafter], tiny_target: GetTarget
-):
+def test_log_probabilities_do_not_depend_on_the_strategy(make_drafter: Make, tiny_target: GetTarget):
     """Guards SP-07: an accepted draft is reported with the target's probability, as a plain step would."""
     target = tiny_target("gemma3")
     requests = [Request(item.prompt_ids, 20, logprobs=True) for item in repetitive_requests(4, (20,))]
@@ -127,4 +154,4 @@ def test_log_probabilities_do_not_depend_on_the_strategy(
 
 def test_the_folder_is_found():
     """An empty list would let every test above pass."""
-    assert {"autoregressive", "ngram"} <= set(available_strategies())
+    assert {"autoregressive", "draft_model", "hybrid", "lookahead", "ngram", "recycling"} <= set(available_strategies())

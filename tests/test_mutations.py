@@ -6,6 +6,7 @@ under its mutation proves nothing, and so fails here.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,19 +24,24 @@ from oracles import (
     naive_answers,
     random_requests,
 )
-from scripted import FutureDrafter, PathsDrafter, RandomTreeDrafter
-from tiny_models import BIGRAM_VOCAB, bigram_model, law_table, successor_table, tiny_model
+from scripted import DrawingDrafter, FutureDrafter, PathsDrafter, RandomTreeDrafter
+from tiny_models import tiny_model
 from torch import Tensor
 
 from specdec_lab import decode as decode_module
-from specdec_lab import sampling as sampling_module
+from specdec_lab import noise as noise_module
 from specdec_lab import target as target_module
+from specdec_lab import verify as verify_module
+from specdec_lab.audit.strategies import law_error
+from specdec_lab.audit.toy import TOY_VOCAB, bigram_model, law_table, successor_table
+from specdec_lab.choices import Choices, SequenceRule
 from specdec_lab.decode import Request
-from specdec_lab.sampling import SamplingParams, TokenChooser
+from specdec_lab.noise import Chance
+from specdec_lab.sampling import SamplingParams
 from specdec_lab.stopping import StopRule
 from specdec_lab.target import Target, TreeCache
 from specdec_lab.tree import DraftTree
-from specdec_lab.verify import follow
+from specdec_lab.verify import Walk, follow
 
 # --- oracles, on small cases ----------------------------------------------------------------------------------------
 
@@ -79,7 +85,7 @@ def bonus() -> None:
 
 
 def stops() -> None:
-    target = Target(bigram_model(successor_table([*range(1, BIGRAM_VOCAB), 3]), eos=12))
+    target = Target(bigram_model(successor_table([*range(1, TOY_VOCAB), 3]), eos=12))
     requests = [Request((start,), budget) for start in (6, 7, 9, 10) for budget in (2, 3, 30)]
     answers = naive_answers(target.model, requests, target.eos_ids)
     future = {prompt: [*text, 13, 14, 15, 3, 4] for prompt, text in answers.items()}
@@ -111,10 +117,44 @@ def sampled_support() -> None:
         assert set(generation.output_ids) <= {0, 1}, "a token was emitted that top_k cuts off"
 
 
+def enumerated_law() -> None:
+    """The law of four tokens by enumeration, under a repetition penalty and top-k, with drafts two deep."""
+    sampling = SamplingParams(1.0, repetition_penalty=3.0)
+    make = lambda target: PathsDrafter(target, [[0, 1], [1, 0], [2, 2]])  # noqa: E731
+    for seed in range(3):
+        assert law_error(make, random.Random(seed), sampling) < 1e-12
+
+
+def drawn_law() -> None:
+    """The law of three tokens by enumeration, with a drawn chain of two."""
+    make = lambda target: DrawingDrafter(target, DRAFT_LAWS, (-1, 0, 1))  # noqa: E731
+    assert law_error(make, random.Random(3), SamplingParams(1.0), new_tokens=3) < 1e-12
+
+
+def drawn_acceptance() -> None:
+    """One drawn draft is accepted with probability sum of min(p, q), here .8 (LC-11)."""
+    target = Target(bigram_model(law_table(dict.fromkeys(range(3), (0.5, 0.3, 0.2)))))
+    drafter = DrawingDrafter(target, dict.fromkeys(range(3), (0.7, 0.2, 0.1)), (-1, 0))
+    requests = [Request((0,), 3, noise_key=(number,)) for number in range(400)]
+    done = decode(target, drafter, requests, sampling=SamplingParams(1.0), batch_size=50)
+    firsts = [generation.rounds[0].accepted for generation in done]
+    assert abs(sum(firsts) / len(firsts) - 0.8) < 0.07
+
+
+def forbidden_drafts() -> None:
+    """A draft that must not be chosen is not offered either (TV-08)."""
+    target = Target(bigram_model(law_table(LAWS)))
+    sampling = SamplingParams(bad_words=((1,),))
+    (done,) = decode(target, PathsDrafter(target, [[0, 1], [1, 2]]), [Request((0,), 6)], sampling=sampling)
+    assert all(1 not in item.tokens[1:] for item in done.rounds), "a forbidden token was offered"
+
+
+DRAFT_LAWS = {0: (0.2, 0.5, 0.3), 1: (0.6, 0.0, 0.4), 2: (0.1, 0.8, 0.1)}
+
+
 # --- mutations ------------------------------------------------------------------------------------------------------
 
 Choice = Callable[[int], int]
-Walk = tuple[tuple[int, ...], int]
 
 
 def accepts_the_first_child(tree: DraftTree, token_at: Choice) -> Walk:
@@ -260,7 +300,7 @@ def constant_noise(vocab: int, seed: int, key: Any, device: Any = "cpu") -> Tens
     return torch.full((vocab,), 0.5)
 
 
-_gumbel_noise = sampling_module.gumbel_noise
+_gumbel_noise = noise_module.gumbel_noise
 
 
 def noise_without_position(vocab: int, seed: int, key: tuple[object, ...], device: Any = "cpu") -> Tensor:
@@ -273,10 +313,40 @@ def noise_with_a_wrong_shape(vocab: int, seed: int, key: tuple[object, ...], dev
     return (noise - noise.mean()) * 0.3
 
 
-def draws_without_processors(self: TokenChooser, logits: Tensor, node: int, history: Any, key: Any) -> int:
-    """Honours top-k for the root's row alone (SP-02)."""
-    processors = self._processors if node == 0 else type(self._processors)()
-    return sampling_module.sampled_token(logits[node], history, processors, 0, (*key, len(history)))
+_scores = Choices.scores
+
+
+def processes_the_root_alone(self: Choices, node: int) -> Tensor:
+    """Honours top-k and penalties for the root's row alone (SP-02)."""
+    return _scores(self, node) if node == 0 else self._logits[node].float()
+
+
+def sees_no_drafts(self: Choices, node: int) -> list[int]:
+    """Processes every node with the history of the root (SP-01)."""
+    return []
+
+
+def forgets_what_was_emitted(self: SequenceRule, tokens: Any) -> None:
+    """Leaves the history at the prompt (SP-01)."""
+
+
+def accepts_every_draft(tree: DraftTree, law_at: Callable[[int], Tensor], chance: Chance) -> Walk:
+    """A fixed u = 0 (LC-12)."""
+    path = tree.path_to(tree.depths.index(tree.depth))
+    return path, chance.draw(law_at(path[-1]))
+
+
+def takes_draws_for_picks(tree: DraftTree, law_at: Callable[[int], Tensor], chance: Chance) -> Walk:
+    """Verifies drawn drafts as if they were picked: the law is right, too few are accepted (LC-11)."""
+    return follow(tree, lambda node: chance.draw(law_at(node)))
+
+
+def keeps_the_target_law(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    return target_probs
+
+
+def drops_nothing(tree: DraftTree, dropped: Callable[[int], bool]) -> DraftTree:
+    return tree
 
 
 def never_stops(self: StopRule, new: Any) -> Any:
@@ -321,13 +391,13 @@ class Mutation:
 
 
 MUTATIONS = [
-    Mutation(decode_module, "follow", accepts_the_first_child, (identity, bonus, sampled_law)),
-    Mutation(decode_module, "follow", accepts_the_deepest_path, (identity, sampled_law)),
-    Mutation(decode_module, "follow", accepts_nothing, (full_acceptance,)),
-    Mutation(decode_module, "follow", accepts_one_too_many, (identity, sampled_law)),
-    Mutation(decode_module, "follow", bonus_from_the_parent, (bonus, identity)),
-    Mutation(decode_module, "follow", bonus_from_the_root, (bonus, identity)),
-    Mutation(decode_module, "follow", draws_per_branch, (sampled_law,)),
+    Mutation(verify_module, "follow", accepts_the_first_child, (identity, bonus, sampled_law)),
+    Mutation(verify_module, "follow", accepts_the_deepest_path, (identity, sampled_law)),
+    Mutation(verify_module, "follow", accepts_nothing, (full_acceptance,)),
+    Mutation(verify_module, "follow", accepts_one_too_many, (identity, sampled_law)),
+    Mutation(verify_module, "follow", bonus_from_the_parent, (bonus, identity)),
+    Mutation(verify_module, "follow", bonus_from_the_root, (bonus, identity)),
+    Mutation(verify_module, "follow", draws_per_branch, (sampled_law,)),
     Mutation(DraftTree, "ancestor_mask", sees_all, (node_logits, committed_rows, identity)),
     Mutation(DraftTree, "ancestor_mask", sees_all_before, (node_logits, committed_rows, identity)),
     Mutation(DraftTree, "ancestor_mask", sees_no_parent, (node_logits, committed_rows, full_acceptance)),
@@ -344,10 +414,16 @@ MUTATIONS = [
     Mutation(Target, "_masks", shows_what_earlier_rounds_left, (node_logits,)),
     Mutation(target_module, "_within_window", within_window_by_slot, (windowed_node_logits,)),
     Mutation(target_module, "_within_window", window_one_too_wide, (windowed_node_logits,)),
-    Mutation(sampling_module, "gumbel_noise", constant_noise, (sampled_law,)),
-    Mutation(sampling_module, "gumbel_noise", noise_without_position, (sampled_law,)),
-    Mutation(sampling_module, "gumbel_noise", noise_with_a_wrong_shape, (sampled_law,)),
-    Mutation(TokenChooser, "_draw", draws_without_processors, (sampled_support,)),
+    Mutation(noise_module, "gumbel_noise", constant_noise, (sampled_law,)),
+    Mutation(noise_module, "gumbel_noise", noise_without_position, (sampled_law,)),
+    Mutation(noise_module, "gumbel_noise", noise_with_a_wrong_shape, (sampled_law,)),
+    Mutation(Choices, "scores", processes_the_root_alone, (sampled_support, enumerated_law)),
+    Mutation(Choices, "_drafts", sees_no_drafts, (enumerated_law,)),
+    Mutation(SequenceRule, "extend", forgets_what_was_emitted, (enumerated_law,)),
+    Mutation(verify_module, "reject", accepts_every_draft, (drawn_law, drawn_acceptance)),
+    Mutation(verify_module, "reject", takes_draws_for_picks, (drawn_acceptance,)),
+    Mutation(verify_module, "residual", keeps_the_target_law, (drawn_law,)),
+    Mutation(decode_module, "without", drops_nothing, (forbidden_drafts,)),
     Mutation(StopRule, "take", never_stops, (stops,)),
     Mutation(StopRule, "take", looks_at_the_last_token_alone, (stops,)),
     Mutation(StopRule, "take", asks_for_the_limit_first, (stops,)),

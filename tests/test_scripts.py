@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from specdec_lab.bench.records import read_rows
+from specdec_lab.config import available_strategies
 from specdec_lab.targets.tiny import load_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -25,8 +26,12 @@ SCRIPT = ROOT / "scripts" / "benchmark.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 
 
+TWO_STRATEGIES = ("target=tiny", "target.device=cpu", "strategies=[autoregressive,ngram]")
+"""Unless a test says otherwise: the rest of the strategies have their tests elsewhere."""
+
+
 def arguments(*overrides: str) -> list[str]:
-    return [sys.executable, str(SCRIPT), "target=tiny", "target.device=cpu", *overrides]
+    return [sys.executable, str(SCRIPT), *TWO_STRATEGIES, *overrides]
 
 
 def run_script(folder: Path, *overrides: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -81,7 +86,7 @@ def command(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["strategies=[eagel]"], ["strategies='eagel'", "autoregressive, ngram"]),
+        (["strategies=[eagel]"], ["strategies='eagel'", "autoregressive, draft_model, hybrid, lookahead, ngram"]),
         (["drafter.ngram.kk=3"], ["drafter.ngram.kk"]),
         (["drafter.ngram.k=0"], ["drafter.ngram.k=0", "greater than or equal to 1"]),
         (["strategies=[autoregressive]", "drafter.ngram.k=0"], ["drafter.ngram.k=0", "greater than or equal to 1"]),
@@ -95,7 +100,8 @@ def command(
         (["prompts.path=malformed.jsonl"], ["malformed.jsonl", "line 2"]),
         (["prompts.path=blank.jsonl"], ["blank.jsonl", "line 1"]),
         (["prompts.path=empty.jsonl"], ["empty.jsonl", "no prompt"]),
-        (["acceptance=typical"], ["acceptance='typical'", "not available yet"]),
+        (["acceptance=lucky"], ["acceptance='lucky'", "'rejection'"]),
+        (["sampling.bad_words=['<user>', '</s>']"], ["sampling.bad_words='</s>'", "end-of-sequence"]),
         (["hydra.run.dir=used"], ["hydra.run.dir=", "resume=true"]),
         (["hydra.run.dir=used", "overwrite=true"], ["overwrite=True", "notes.txt"]),
         (["hydra.run.dir=prompts.jsonl/run"], ["hydra.run.dir="]),
@@ -127,7 +133,8 @@ def test_a_mistake_in_a_process_of_its_own(tmp_path: Path):
     done = run_script(tmp_path, "strategies=[autoregressive,nope]")
     assert done.returncode == 1
     assert done.stderr == (
-        "error: strategies='nope': there is no strategy of that name; choose from autoregressive, ngram\n"
+        "error: strategies='nope': there is no strategy of that name; "
+        f"choose from {', '.join(available_strategies())}\n"
     )
     assert done.stdout == ""
 

@@ -76,7 +76,7 @@ def request_row(strategy: str, question: int | str, accepted: list[int], seconds
         "bonus_per_round": [1] * rounds, "proposed_per_round": [4 if strategy != "autoregressive" else 0] * rounds,
         "proposed_nodes_per_round": [4 if strategy != "autoregressive" else 0] * rounds,
         "round_seconds": [seconds / rounds] * rounds, "decode_elapsed_seconds": seconds,
-        "time_seconds": {**parts, "total": sum(parts.values())},
+        "time_seconds": {**parts, "total": sum(parts.values())}, "altered_per_round": None,
     }  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def benchmark(*strategies: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         )
     ]
     summary = {
-        "schema_version": 1, "complete": True, "created": "2030-01-02T03:04:05Z", "git_sha": None,
+        "schema_version": 2, "complete": True, "created": "2030-01-02T03:04:05Z", "git_sha": None,
         "versions": {"torch": "2"}, "machine": {"cpu": "x", "threads": 2, "gpu": None},
         "target": {"name": "tiny", "model": None, "revision": None, "dtype": "float32", "parameters": 9,
                    "weight_bytes": 36},

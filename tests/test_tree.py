@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec_lab.tree import DraftTree, chain, from_paths, root_only
+from specdec_lab.tree import DraftTree, chain, find_path, first_nodes, from_paths, root_only, without
 
 
 @st.composite
@@ -135,3 +135,33 @@ def test_lists_become_tuples_and_a_tree_cannot_be_edited():
     assert tree.tokens == (1, 2)
     with pytest.raises(AttributeError):
         tree.tokens = (3, 4)  # type: ignore[misc]
+
+
+@given(st.data())
+def test_pruned_trees_are_trees(data: st.DataObject):
+    """Guards TR-08: whatever is dropped, what hangs from it goes too, and the rest keeps its paths."""
+    paths = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=6))
+    tree = from_paths(9, paths)
+    dropped = data.draw(st.sets(st.integers(0, 30)))
+    kept = without(tree, lambda node: node in dropped)
+    texts = {tuple(kept.tokens[at] for at in kept.path_to(node)[1:]) for node in range(len(kept))}
+    wanted = {
+        tuple(tree.tokens[at] for at in tree.path_to(node)[1:])
+        for node in range(len(tree))
+        if not dropped & set(tree.path_to(node)[1:])
+    }
+    assert texts == wanted
+    for count in range(1, len(tree) + 1):
+        first = first_nodes(tree, count)
+        assert first.tokens == tree.tokens[:count]
+    for node in range(len(tree)):
+        assert find_path(tree, [tree.tokens[at] for at in tree.path_to(node)[1:]]) == node
+    assert find_path(tree, [7]) is None
+
+
+def test_what_was_drawn_is_never_dropped():
+    """Guards LC-12: to prune a drawn tree would change the law of what is left."""
+    drawn = DraftTree((0, 1, 1), (-1, 0, 0), torch.full((3, 4), 0.25))
+    assert first_nodes(drawn, 1) is drawn
+    with pytest.raises(ValueError, match="never dropped"):
+        without(drawn, lambda node: True)

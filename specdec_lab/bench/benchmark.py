@@ -41,6 +41,7 @@ from specdec_lab.bench.statistics import request_key
 from specdec_lab.bench.summary import StrategyFacts, run_facts, summarise, write_summary
 from specdec_lab.errors import InputError
 from specdec_lab.provenance import provenance
+from specdec_lab.sampling import Processing
 from specdec_lab.target import Target
 from specdec_lab.tracking import track_summary
 
@@ -115,6 +116,7 @@ def run_benchmark(
     with enough_memory():
         target = plan.load_target()
         strategies = make_strategies(plan, target)
+    Processing(plan.sampling, target)  # refuses what does not fit the target's vocabulary
     with threads(plan.settings.threads, target):
         if plan.settings.resume and (folder / CONFIG).exists():
             refuse_changes(plan, folder, loaded=True)
@@ -145,7 +147,7 @@ def _measure(
             expected = expected_keys(plan, strategies)
             with progress(err, len(expected), len(requests.rows)) as report:
                 run_rows(plan, strategies, requests, report, clock)
-            fill_exact(requests, target, plan, err)
+            fill_exact(requests, strategies, plan, err)
             rows = list(requests.rows.values())
             facts = [strategy_facts(strategy, plan) for strategy in strategies]
             summary = summarise(rows, run_facts(plan, target), facts, len(expected))
@@ -160,11 +162,11 @@ def _measure(
 
 def make_strategies(plan: RunPlan, target: Target) -> list[Strategy]:
     """Build the drafters, the baseline's first; with ``exact=fixed_shape`` the unpadded baseline comes last."""
-    made = [Strategy(one.name, one.drafter_class(target, **one.parameters), target) for one in plan.strategies]
+    made = [Strategy(one.name, one.make(target), target) for one in plan.strategies]
     if plan.settings.exact == "fixed_shape":
         unpadded = Target(target.model, target.tokenizer, name=target.name, exact="off")
         baseline = plan.strategies[0]
-        made.append(Strategy(UNPADDED_BASELINE, baseline.drafter_class(unpadded, **baseline.parameters), unpadded))
+        made.append(Strategy(UNPADDED_BASELINE, baseline.make(unpadded), unpadded))
     return made
 
 
@@ -174,19 +176,26 @@ def strategy_facts(strategy: Strategy, plan: RunPlan) -> StrategyFacts:
     config = {field: value for field, value in plan.config["drafter"][name].items() if field != "_target_"}
     target_bytes = {"target_weights": strategy.target.weight_bytes, "target_kv": strategy.target.kv_bytes}
     memory = {**target_bytes, **strategy.drafter.memory_bytes()}
-    return StrategyFacts(strategy.name, config, strategy.drafter.lossless, memory)
+    bends = not plan.acceptance.lossless and strategy.drafter.max_nodes > 1  # no drafts, nothing to bend
+    return StrategyFacts(strategy.name, config, strategy.drafter.lossless and not bends, memory)
 
 
-def fill_exact(requests: RequestLog, target: Target, plan: RunPlan, err: Console) -> None:
-    """Compare every answer with the baseline's, after everything was timed, and write the rows again."""
+def fill_exact(requests: RequestLog, strategies: Sequence[Strategy], plan: RunPlan, err: Console) -> None:
+    """Compare answers with the baseline's, after everything was timed, and write the rows again.
+
+    A strategy whose drafts are drawn at random and accepted with their law shares only the law with the baseline, so
+    its texts are not compared.
+    """
+    shares_noise = plan.sampling.greedy or plan.acceptance.rule not in ("rejection", "block")
+    independent = {one.name for one in strategies if one.drafter.draws and not shares_noise}
     baseline = {request_key(row): row for row in _successful(requests, lambda name: name == BASELINE)}
     for row in baseline.values():
         row["exact"] = "baseline"
-    others = _successful(requests, lambda name: name != BASELINE)
+    others = _successful(requests, lambda name: name != BASELINE and name not in independent)
     todo = [row for row in others if row["exact"] is None and request_key(row) in baseline]
     with progress(err, len(todo), what="answers compared") as report:
         for row in todo:
-            row.update(exactness.compare(row, baseline[request_key(row)], target, plan.sampling))
+            row.update(exactness.compare(row, baseline[request_key(row)], strategies[0].target, plan.sampling))
             report(row["strategy"])
     requests.rewrite()
 

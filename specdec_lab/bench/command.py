@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import chdir
@@ -126,6 +127,9 @@ def plain_config(config: DictConfig) -> dict:
 
 def library_message(error: Exception) -> str:
     """Return all of a message of Hydra's or OmegaConf's in one line, without the parts that help nobody."""
+    unknown = re.search(r"Could not override '([^']+)'", str(error))
+    if unknown is not None:  # Hydra advises to add the field with a +, which every check here refuses
+        return f"{unknown.group(1)}: there is no field of that name; the files in conf/ have them all"
     text = f"{error} {error.__cause__ or ''}".split("Config search path")[0]
     lines = [line.strip() for line in text.splitlines()]
     return " ".join(line for line in lines if line and not line.startswith(("object_type=", "full_key:")))

@@ -28,6 +28,14 @@ CAPTION = (
 
 PADDED_CAPTION = " over unpadded: speed-up over the baseline without exact=fixed_shape."
 
+LOSSY_CAPTION = (
+    " altered: share of emitted tokens that plain decoding would not have emitted there with the same noise; a lossy "
+    "strategy's speed-up is not that of the same output."
+)
+
+FEW_PROMPTS = 10
+"""Below this many prompts a bootstrap interval is visibly too narrow."""
+
 
 class Report(Protocol):
     """Is told about each finished row."""
@@ -93,9 +101,13 @@ def result_table(summary: Mapping[str, Any]) -> Table:
     )
     entries = summary["strategies"]
     padded, failed = summary["exact"] == "fixed_shape", any(entry["failed"] for entry in entries)
+    lossy = any(not entry["lossless"] for entry in entries)
+    caption = CAPTION + (PADDED_CAPTION if padded else "") + (LOSSY_CAPTION if lossy else "")
+    if count < FEW_PROMPTS:
+        caption += f"\nOnly {count} prompts: intervals from fewer than {FEW_PROMPTS} are narrower than they should be."
     table = Table(
         title=title,
-        caption=CAPTION + (PADDED_CAPTION if padded else ""),
+        caption=caption,
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1),
@@ -105,10 +117,13 @@ def result_table(summary: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right", overflow="fold")
     if padded:
         table.add_column("over unpadded", justify="right", overflow="fold")
+    if lossy:
+        table.add_column("altered", justify="right", overflow="fold")
     if failed:
         table.add_column("failed", justify="right", style="red")
     for entry in entries:
         extra = [speedup_text(entry["speedup_over_unpadded"], entry["name"])] if padded else []
+        extra += [_percent(entry["altered_share"])] if lossy else []
         table.add_row(*_cells(entry), *extra, *([f"{entry['failed']} / {entry['requests']}"] if failed else []))
     return table
 
@@ -144,6 +159,10 @@ def _share(times: Mapping[str, float] | None, part: str) -> str:
     if times is None or times["total"] <= times["prefill"]:
         return "-"
     return f"{100 * times[part] / (times['total'] - times['prefill']):.0f} %"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def _number(value: float | None, form: str) -> str:

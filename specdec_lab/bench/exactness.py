@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from specdec_lab.bench.metrics import Row
-from specdec_lab.sampling import SamplingParams, gumbel_noise
+from specdec_lab.choices import processed
+from specdec_lab.noise import HashedNoise, Key
+from specdec_lab.sampling import Processing, SamplingParams
 from specdec_lab.target import Target
 
 log = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ def margin_logits(scores: Tensor, tokens: Sequence[int]) -> float:
 
 
 def choice_scores(
-    target: Target, sampling: SamplingParams, tokens: Sequence[int], noise_key: tuple[object, ...]
+    target: Target, sampling: SamplingParams, tokens: Sequence[int], prompt_length: int, noise_key: Key
 ) -> Tensor:
     """Return the scores, in logits, whose maximum is the target's next token after ``tokens``, ``[vocab]``.
 
@@ -56,12 +58,12 @@ def choice_scores(
     target.allocate(1, len(tokens), 1)
     logits = target.prefill(0, tokens).row_logits(0)[-1].float()
     target.reset(0)
-    if sampling.greedy:
-        return logits
     ids = torch.tensor([list(tokens)], device=logits.device)
-    processed = sampling.processors()(ids, logits[None].clone())[0]  # type: ignore[arg-type]
-    noise = gumbel_noise(len(processed), sampling.seed, (*noise_key, len(tokens)), processed.device)
-    return (processed + noise) * sampling.temperature
+    scores = processed(logits[None], ids, Processing(sampling, target).processors(prompt_length))[0]
+    if sampling.greedy:
+        return scores
+    noise = HashedNoise(sampling.seed).shared(len(scores), (*noise_key, len(tokens)), scores.device)
+    return (scores + noise) * sampling.temperature
 
 
 def compare(row: Row, baseline_row: Row, target: Target, sampling: SamplingParams) -> dict[str, Any]:
@@ -88,7 +90,8 @@ def _margin_at(
         return None
     context = [*row["prompt_ids"], *row["output_ids"][:position]]
     try:
-        scores = choice_scores(target, sampling, context, (row["question_id"], row["turn"], row["repeat"]))
+        key = (row["question_id"], row["turn"], row["repeat"])
+        scores = choice_scores(target, sampling, context, len(row["prompt_ids"]), key)
     except Exception:  # out of memory, say; the rows are measured, and a difference without margin is still one
         log.warning("question %s: the margin cannot be computed", row["question_id"], exc_info=True)
         return None

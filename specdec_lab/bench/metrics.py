@@ -29,6 +29,9 @@ def check_identities(row: Row) -> None:
     offered = zip(row["accepted_per_round"], row["proposed_per_round"], strict=True)
     _demand(all(taken <= depth for taken, depth in offered), row, "a round accepted more than it was offered")
     _demand(set(row["bonus_per_round"]) <= {0, 1}, row, "a round has more than one bonus token")
+    if row["altered_per_round"] is not None:
+        changed = zip(row["altered_per_round"], row["accepted_per_round"], strict=True)
+        _demand(all(some <= taken for some, taken in changed), row, "a round altered more than it accepted")
     _demand(output_tokens([row]) == 1 + emitted([row]), row, "output_tokens is not 1 + emitted")
     parts = sum(row["time_seconds"][part] for part in TIME_PARTS)
     _demand(abs(parts - row["time_seconds"]["total"]) <= 1e-9 * (1 + parts), row, "times do not add up to the total")
@@ -93,6 +96,22 @@ def mean_accepted_drafts(rows: Sequence[Row]) -> float | None:
 def acceptance_rate(rows: Sequence[Row]) -> float | None:
     """Accepted over proposed."""
     return ratio(accepted(rows), proposed(rows))
+
+
+def altered(rows: Sequence[Row]) -> int | None:
+    """Emitted drafts that plain decoding would not have emitted at that place with the same noise.
+
+    Counted under a lossy acceptance rule; not defined under the others, nor without rows.
+    """
+    if not rows or any(row["altered_per_round"] is None for row in rows):
+        return None
+    return sum(sum(row["altered_per_round"]) for row in rows)
+
+
+def altered_share(rows: Sequence[Row]) -> float | None:
+    """Altered over emitted: the share of the tokens of rounds that are not the target's own."""
+    count = altered(rows)
+    return None if count is None else ratio(count, emitted(rows))
 
 
 def acceptance_by_depth(rows: Sequence[Row]) -> dict[str, list[Any]]:
@@ -201,6 +220,8 @@ def counters(rows: Sequence[Row]) -> dict[str, Any]:
         "mean_acceptance_length": mean_acceptance_length(rows),
         "mean_accepted_drafts": mean_accepted_drafts(rows),
         "acceptance_rate": acceptance_rate(rows),
+        "altered": altered(rows),
+        "altered_share": altered_share(rows),
         "acceptance_by_depth": acceptance_by_depth(rows),
         "accepted_histogram": accepted_histogram(rows),
         "decode_tokens_per_second": decode_tokens_per_second(rows),

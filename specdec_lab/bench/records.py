@@ -58,6 +58,7 @@ def make_row(key: RowKey, prompt: Prompt, generation: Generation, peak_memory_by
         "decode_elapsed_seconds": generation.decode_elapsed_seconds,
         "peak_memory_bytes": peak_memory_bytes,
         "divergence": None,
+        "altered_per_round": None if generation.lossless else [one.altered for one in played],
     }
     metrics.check_identities(row)
     return row
@@ -83,6 +84,7 @@ def failed_row(key: RowKey, prompt: Prompt, prompt_ids: Sequence[int], error: st
         "decode_elapsed_seconds": None,
         "peak_memory_bytes": None,
         "divergence": None,
+        "altered_per_round": None,
     }
 
 

@@ -19,7 +19,6 @@ from specdec_lab.chat import render_chat
 from specdec_lab.decode import Generation, Request, speculative_decode
 from specdec_lab.drafters.base import Drafter
 from specdec_lab.errors import InputError, NoRoomError, described, one_line
-from specdec_lab.sampling import SamplingParams
 from specdec_lab.target import Target
 from specdec_lab.timing import Stopwatch
 
@@ -168,7 +167,9 @@ def allocate(plan: RunPlan, strategies: Sequence[Strategy], tokens: int) -> None
     nodes = max(strategy.drafter.max_nodes for strategy in strategies)
     for strategy in strategies:
         limit = strategy.target.max_length
-        strategy.target.allocate(rows_at_once(plan), tokens if limit is None else min(tokens, limit), nodes)
+        tokens = tokens if limit is None else min(tokens, limit)
+        strategy.target.allocate(rows_at_once(plan), tokens, nodes)
+        strategy.drafter.allocate(rows_at_once(plan), tokens)
 
 
 def cache_tokens(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> int:
@@ -198,13 +199,13 @@ def warm_up(strategy: Strategy, plan: RunPlan) -> None:
         log.warning("%s could not be warmed up", strategy.name, exc_info=True)
         return
     batch = [request] * rows_at_once(plan)
-    for _, generation in decode(strategy, batch, plan.sampling, len(batch), time.perf_counter):
+    for _, generation in decode(strategy, batch, plan, len(batch), time.perf_counter):
         if generation.error is not None:
             log.warning("%s could not be warmed up: %s", strategy.name, generation.error)
 
 
 def decode(
-    strategy: Strategy, requests: Sequence[Request], sampling: SamplingParams, batch_size: int, clock: Clock
+    strategy: Strategy, requests: Sequence[Request], plan: RunPlan, batch_size: int, clock: Clock
 ) -> Iterator[tuple[int, Generation]]:
     """Yield index and generation of each request as it finishes; whatever goes wrong ends in a failed generation.
 
@@ -214,7 +215,14 @@ def decode(
     watch = Stopwatch(target.synchronize, clock)
     try:
         for progress in speculative_decode(
-            target, strategy.drafter, requests, sampling=sampling, batch_size=batch_size, stopwatch=watch
+            target,
+            strategy.drafter,
+            requests,
+            sampling=plan.sampling,
+            acceptance=plan.acceptance,
+            batch_size=batch_size,
+            batch_nodes=plan.settings.batch_nodes,
+            stopwatch=watch,
         ):
             if progress.generation is not None:
                 finished.add(progress.index)
@@ -232,7 +240,7 @@ def decode(
         if len(requests) == 1:
             yield index, Generation(request, error=sentence)
         else:
-            for _, generation in decode(strategy, [request], sampling, 1, clock):
+            for _, generation in decode(strategy, [request], plan, 1, clock):
                 yield index, generation
 
 
@@ -255,7 +263,7 @@ def _rows_of_block(
     if not todo:
         return
     start_peak_memory(strategy.target.device)
-    answers = decode(strategy, [request for *_, request in todo], plan.sampling, rows_at_once(plan), clock)
+    answers = decode(strategy, [request for *_, request in todo], plan, rows_at_once(plan), clock)
     for index, generation in answers:
         key, prompt, _ = todo[index]
         yield make_row(key, prompt, generation, peak_memory_bytes(strategy.target.device))

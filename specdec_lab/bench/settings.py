@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from omegaconf import MISSING
 from pydantic import BaseModel, ConfigDict, Field
 
 from specdec_lab.bench.prompts import PromptSet, load_prompts
 from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, suggest, validate
-from specdec_lab.drafters.base import Drafter
 from specdec_lab.errors import InputError
 from specdec_lab.sampling import SamplingParams
+from specdec_lab.strategies import StrategyPlan, plan_strategy, without_target
 from specdec_lab.target import Exact, Target
 from specdec_lab.tracking import TrackingSettings, check_tracking, tracking_settings
+from specdec_lab.verify import Acceptance, RuleName
 
 BASELINE = "autoregressive"
 UNPADDED_BASELINE = "autoregressive_unpadded"
 """Name in result files of the baseline without ``exact=fixed_shape``, which runs beside it as a second reference."""
 
-Acceptance = Literal["rejection", "block", "coupled", "typical"]
-ACCEPTANCE_THERE_IS = ("rejection", "coupled")
-"""Rules that run today. Drafts are deterministic so far; for them the shared-noise walk is the one lossless rule that
-accepts most, so both names select it."""
-
 GROUPS = ("drafter", "target", "prompts", "sampling", "tracking")
+
+
+class TypicalSettings(BaseModel):
+    """Parameters of ``acceptance=typical``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    epsilon: float = 0.09
+    delta: float = 0.3
 
 
 class BenchmarkSettings(BaseModel):
@@ -36,23 +41,16 @@ class BenchmarkSettings(BaseModel):
 
     max_new_tokens: PositiveInt = 64
     batch_size: PositiveInt = 1
+    batch_nodes: PositiveInt | None = None
     repeats: PositiveInt = 1
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     exact: Exact = "off"
-    acceptance: Acceptance = "rejection"
+    acceptance: RuleName = "rejection"
+    typical: TypicalSettings = TypicalSettings()
     threads: Threads | None = None
     resume: bool = False
     overwrite: bool = False
-
-
-@dataclass(frozen=True)
-class StrategyPlan:
-    """A strategy that will run: its class and its checked parameters, to be called with the target."""
-
-    name: str
-    drafter_class: type[Drafter]
-    parameters: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,7 @@ class RunPlan:
     config: Mapping[str, Any]
     settings: BenchmarkSettings
     sampling: SamplingParams
+    acceptance: Acceptance
     load_target: Callable[[], Target]
     strategies: tuple[StrategyPlan, ...]
     prompts: PromptSet
@@ -85,14 +84,17 @@ def plan_run(config: Mapping[str, Any]) -> RunPlan:
     wanted = config.pop("strategies", None)
     groups = {name: _node(config.pop(name, None), name) for name in GROUPS}
     settings = validate(BenchmarkSettings, config)
-    if settings.acceptance not in ACCEPTANCE_THERE_IS:
-        remedy = f"this rule is not available yet; choose from {', '.join(ACCEPTANCE_THERE_IS)}"
-        raise InputError("acceptance", settings.acceptance, remedy)
+    acceptance = Acceptance(settings.acceptance, settings.typical.epsilon, settings.typical.delta)
     sampling = SamplingParams(**check_arguments(SamplingParams, groups["sampling"], "sampling"))
+    if sampling.min_new_tokens > settings.max_new_tokens:
+        remedy = f"give at most max_new_tokens, which is {settings.max_new_tokens}"
+        raise InputError("sampling.min_new_tokens", sampling.min_new_tokens, remedy)
     names = choose_strategies(wanted, groups["drafter"])
     nodes = {name: _node(node, f"drafter.{name}") for name, node in groups["drafter"].items()}
     possible = {
-        name: _plan_strategy(name, node)  # what is not chosen may be overridden too, and must not be ignored
+        name: plan_strategy(
+            name, node, f"drafter.{name}"
+        )  # what is not chosen may be overridden too, and must not be ignored
         for name, node in nodes.items()
         if name in names or MISSING not in node.values()
     }
@@ -102,7 +104,7 @@ def plan_run(config: Mapping[str, Any]) -> RunPlan:
         check_tracking(tracking, names)
     loader = locate(groups["target"].get("_target_"), "target")
     loader_arguments = check_arguments(
-        loader, {**_without_target(groups["target"], "target"), "exact": settings.exact}, "target", skip=()
+        loader, {**without_target(groups["target"], "target"), "exact": settings.exact}, "target", skip=()
     )
     prompts = load_prompts(**check_arguments(load_prompts, groups["prompts"], "prompts"))
     kept = {name: value for name, value in config.items() if name not in ("resume", "overwrite")}
@@ -111,6 +113,7 @@ def plan_run(config: Mapping[str, Any]) -> RunPlan:
         config={**groups, **chosen, **kept},
         settings=settings,
         sampling=sampling,
+        acceptance=acceptance,
         load_target=lambda: loader(**loader_arguments),
         strategies=strategies,
         prompts=prompts,
@@ -153,31 +156,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], where: s
     return changes
 
 
-def _plan_strategy(name: str, node: Mapping[str, Any]) -> StrategyPlan:
-    where = f"drafter.{name}"
-    drafter_class = locate(node.get("_target_"), where)
-    if not (isinstance(drafter_class, type) and issubclass(drafter_class, Drafter)):
-        raise InputError(f"{where}._target_", node.get("_target_"), "this is no Drafter class; name one")
-    parameters = _without_target(node, where)
-    for field, value in parameters.items():
-        if value == MISSING:
-            raise InputError(f"{where}.{field}", value, "this strategy needs a value here; give one")
-    checked = check_arguments(drafter_class, parameters, where)
-    try:
-        drafter_class.check_parameters(**checked)
-    except InputError as error:
-        raise InputError(f"{where}.{error.field}", error.value, error.remedy) from None
-    return StrategyPlan(name, drafter_class, checked)
-
-
 def _node(value: Any, where: str) -> Mapping[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise InputError(where, value, f"this is a group of fields; set one of them, as {where}.FIELD=...")
     return value or {}
-
-
-def _without_target(node: Mapping[str, Any], where: str) -> dict[str, Any]:
-    for name in node:
-        if name.startswith("_") and name != "_target_":
-            raise InputError(f"{where}.{name}", node[name], "of Hydra's own fields only _target_ has a meaning here")
-    return {name: value for name, value in node.items() if name != "_target_"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from specdec_lab.bench.settings import BASELINE, UNPADDED_BASELINE, RunPlan
 from specdec_lab.bench.statistics import DECODE, END_TO_END, paired, speedup
 from specdec_lab.provenance import provenance
 from specdec_lab.target import Target
+
+SETTINGS = ("exact", "acceptance", "max_new_tokens", "batch_size", "batch_nodes", "repeats", "seed")
+"""Settings that the summary states as they were configured."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,9 @@ def run_facts(plan: RunPlan, target: Target) -> dict[str, Any]:
             "count": len(prompts.prompts),
             "turns": sum(len(prompt.turns) for prompt in prompts.prompts),
         },
-        "sampling": asdict(plan.sampling),
-        **{name: getattr(plan.settings, name) for name in ("exact", "acceptance", "max_new_tokens", "batch_size")},
-        "repeats": plan.settings.repeats,
-        "seed": plan.settings.seed,
+        "sampling": plan.sampling.record(),
+        "typical": plan.settings.typical.model_dump() if plan.acceptance.rule == "typical" else None,
+        **{name: getattr(plan.settings, name) for name in SETTINGS},
     }
 
 

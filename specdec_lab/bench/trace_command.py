@@ -120,10 +120,19 @@ def _trace(plan: TracePlan) -> Trace:
     target = plan.run.load_target()
     strategy, settings, prompt = plan.run.strategies[-1], plan.run.settings, plan.prompt
     with threads(settings.threads, target):
-        drafter = strategy.drafter_class(target, **strategy.parameters)
+        drafter = strategy.make(target)
         ids, noise_key = render(target, prompt, []), (prompt.question_id, 0, 0)  # as in the benchmark's first repeat
         request = Request(ids, settings.max_new_tokens, settings.stop, noise_key)
-        events = list(speculative_decode(target, drafter, [request], sampling=plan.run.sampling))
+        events = list(
+            speculative_decode(
+                target,
+                drafter,
+                [request],
+                sampling=plan.run.sampling,
+                acceptance=plan.run.acceptance,
+                batch_nodes=settings.batch_nodes,
+            )
+        )
     generation = events[-1].generation
     assert generation is not None
     if generation.error is not None:

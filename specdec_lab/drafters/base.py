@@ -9,8 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from specdec_lab.noise import Chance, Key, Noise
+from specdec_lab.sampling import SamplingParams
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree
+from specdec_lab.verify import RuleName
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,24 @@ class Verification:
         return (*accepted, self.next_token)
 
 
+@dataclass(frozen=True)
+class Randomness:
+    """What a strategy needs in order to draw drafts.
+
+    Attributes:
+        sampling: how the target's tokens are chosen; a draft that is to be accepted is drawn alike.
+        rule: the acceptance rule: ``coupled`` wants deterministic children drawn with ``shared_noise``, others
+            children drawn with ``chance`` and their ``draft_probs``.
+        noise: where randomness comes from.
+        key: of the sequence's noise.
+    """
+
+    sampling: SamplingParams
+    rule: RuleName
+    noise: Noise
+    key: Key
+
+
 @dataclass
 class DraftContext:
     """One sequence as a drafter sees it in one round.
@@ -54,6 +75,7 @@ class DraftContext:
         prompt_length: how many of ``tokens`` belong to the prompt.
         verification: the last message about this sequence.
         max_depth: drafts deeper than this could not be committed any more (budget, position limit); at least 1.
+        randomness: what a strategy draws with, if it draws.
         state: the drafter's own memory of this sequence, ``None`` at first; it ends with the sequence.
     """
 
@@ -63,7 +85,23 @@ class DraftContext:
     prompt_length: int
     verification: Verification
     max_depth: int
+    randomness: Randomness
     state: Any = None
+
+    def chance(self) -> Chance:
+        """Return this round's random decisions, for drafts that are verified with their ``draft_probs``.
+
+        They are independent of the target's tokens and of what accepts the drafts.
+        """
+        return self.randomness.noise.chance((*self.randomness.key, "draft", len(self.tokens)))
+
+    def shared_noise(self, depth: int, vocab: int) -> Tensor:
+        """Return the Gumbel noise with which the target will draw the token at a depth, ``[vocab]``; 1 is the first.
+
+        A coupled draft is the maximum of the draft's own log-probabilities plus this noise: the closer the two laws,
+        the more often it is the target's token too (arXiv 2408.07978).
+        """
+        return self.randomness.noise.shared(vocab, (*self.randomness.key, len(self.tokens) + depth - 1))
 
 
 class Drafter(ABC):
@@ -76,11 +114,14 @@ class Drafter(ABC):
         feature_layers: indices into the target's hidden states (as transformers counts them: 0 is the embedding,
             -1 the last, after the final norm) that the strategy wants with every message.
         lossless: whether the output law stays that of the target; a strategy that bends it must say so.
+        draws: whether children are drawn at random when the target's tokens are; then a tree without ``draft_probs`` is
+            refused under the rules that need them, since it would be verified as if it were deterministic.
         max_nodes: an upper bound of the tree's size, root included; the target's cache keeps that much room.
     """
 
     feature_layers: tuple[int, ...] = ()
     lossless: bool = True
+    draws: bool = False
 
     def __init__(self, target: Target, *, max_nodes: int) -> None:
         self.target = target
@@ -104,6 +145,13 @@ class Drafter(ABC):
     def propose_batch(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
         """Return one tree per context; a strategy that runs a network overrides this to run it once."""
         return [self.propose(context) for context in contexts]
+
+    def allocate(self, rows: int, tokens: int) -> None:  # noqa: B027 (empty because most strategies have no cache)
+        """Make room for sequences of ``tokens`` tokens in ``rows`` cache rows; called before each run of the loop.
+
+        Raises:
+            NoRoomError: there is not enough memory.
+        """
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that the strategy holds: ``draft_weights`` and ``draft_kv``."""

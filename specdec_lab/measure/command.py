@@ -8,13 +8,13 @@ from contextlib import chdir
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_original_cwd
 from omegaconf import DictConfig
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 
@@ -24,17 +24,36 @@ from specdec_lab.bench.prompts import load_prompts
 from specdec_lab.bench.run import render
 from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, validate
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
+from specdec_lab.drafters.base import Drafter
+from specdec_lab.drafters.lookahead import LookaheadDrafter
 from specdec_lab.drafters.ngram import NgramDrafter
 from specdec_lab.errors import SpecdecError
+from specdec_lab.measure.acceptance import acceptance_table, measure_acceptance
 from specdec_lab.measure.alternate import Sample, alternate, ratio, spread
 from specdec_lab.measure.attention import attention_table, measure_attention
 from specdec_lab.measure.exactness import exactness_table, measure_identity, measure_margin_move
 from specdec_lab.measure.growth import measure_memory, measure_round_cost, repeated, round_cost_table
 from specdec_lab.measure.peers import PromptIds, our_loop, transformers_generate
+from specdec_lab.measure.sampling_cost import SAMPLING_COST, measure_sampling_cost, sampling_cost_table
+from specdec_lab.measure.strategies import measure_strategies, strategies_table
 from specdec_lab.provenance import machine, package_versions
+from specdec_lab.strategies import named_strategy
 from specdec_lab.target import Exact, Target
 
-Part = Literal["attention", "exactness", "generate", "lookup", "long_lookup", "growth", "memory"]
+Part = Literal[
+    "attention",
+    "exactness",
+    "generate",
+    "lookup",
+    "long_lookup",
+    "growth",
+    "memory",
+    "acceptance",
+    "sampling",
+    "strategies",
+    "lookahead",
+    "batches",
+]
 
 LONG_PROMPTS = (1024, 2048, 4096)
 """Prompt lengths, in tokens, at which prompt lookup is compared."""
@@ -44,6 +63,12 @@ GROWTH_HISTORIES = (1024, 2048, 4096, 8000)
 
 IDENTITY_PROMPTS, IDENTITY_TOKENS = 18, 48
 """Answers that the identity count compares, and their length."""
+
+CHAIN_DRAFTS = 4
+"""Length of the drawn chains on which acceptance rules are compared."""
+
+SAMPLING_HISTORIES = (128, 4096)
+"""Histories, in tokens, behind which the choice of tokens is timed."""
 
 MEMORY_REQUESTS = 200
 """Requests in a row over which memory must stay flat."""
@@ -56,9 +81,12 @@ class MeasureSettings(BaseModel):
 
     parts: tuple[Part, ...]
     alternations: PositiveInt = 5
-    max_new_tokens: PositiveInt = 64
+    max_new_tokens: Annotated[int, Field(strict=True, ge=2)] = 64
     k: PositiveInt = 8
     threads: Threads = 2
+    strategies: tuple[str, ...] = ("autoregressive", "ngram", "lookahead", "recycling", "hybrid")
+    batch_sizes: tuple[PositiveInt, ...] = (1, 2, 4, 8)
+    batch_nodes: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -215,6 +243,67 @@ def _memory(bench: Bench) -> tuple[Table, Any]:
     return table, {"resident_bytes": resident, "buffers_stayed": stayed}
 
 
+def _acceptance(bench: Bench) -> tuple[Table, Any]:
+    with progress(bench.console, total=3 * len(bench.prompts)) as report:
+        chains = measure_acceptance(bench.target, bench.prompts, CHAIN_DRAFTS, on_chain=partial(report, "chain"))
+    return acceptance_table(chains, CHAIN_DRAFTS), [asdict(one) for one in chains]
+
+
+def _sampling(bench: Bench) -> tuple[Table, Any]:
+    target = bench.target
+    drafters = {"autoregressive": AutoregressiveDrafter(target), "ngram": NgramDrafter(target, k=bench.settings.k)}
+    text = [token for prompt in bench.prompts for token in prompt]
+    prompts = {length: [tuple(repeated(text[at * 97 :], length)) for at in range(3)] for length in SAMPLING_HISTORIES}
+    with progress(bench.console, total=3 * len(prompts) * len(drafters) * len(SAMPLING_COST)) as report:
+        costs = measure_sampling_cost(
+            target, drafters, prompts, bench.settings.max_new_tokens, on_answer=partial(report, "answer")
+        )
+    return sampling_cost_table(costs), [asdict(cost) for cost in costs]
+
+
+def _side_by_side(
+    bench: Bench, drafters: Mapping[str, Drafter], title: str, batch_sizes: Sequence[int] = (1,), alternations: int = 1
+) -> tuple[Table, Any]:
+    total = len(bench.prompts) * len(drafters) * len(batch_sizes) * alternations
+    with progress(bench.console, total=total, what="answers") as report:
+        found = measure_strategies(
+            bench.target,
+            drafters,
+            bench.prompts,
+            bench.settings.max_new_tokens,
+            batch_sizes=batch_sizes,
+            alternations=alternations,
+            batch_nodes=bench.settings.batch_nodes,
+            on_answer=report,
+        )
+    return strategies_table(found, title), [asdict(one) for one in found]
+
+
+def _strategies(bench: Bench) -> tuple[Table, Any]:
+    return _side_by_side(bench, _drafters(bench), "strategies", alternations=bench.settings.alternations)
+
+
+def _drafters(bench: Bench) -> dict[str, Drafter]:
+    names = dict.fromkeys(("autoregressive", *bench.settings.strategies))
+    return {name: named_strategy(name, {}, f"strategies.{name}").make(bench.target) for name in names}
+
+
+def _lookahead(bench: Bench) -> tuple[Table, Any]:
+    target = bench.target
+    drafters = {
+        "autoregressive": AutoregressiveDrafter(target),
+        "window alone": LookaheadDrafter(target, guesses=0, text_pool=False),
+        "window and its pool": LookaheadDrafter(target, text_pool=False),
+        "pool of the text alone": LookaheadDrafter(target, window=0),
+        "all": LookaheadDrafter(target),
+    }
+    return _side_by_side(bench, drafters, "parts of lookahead")
+
+
+def _batches(bench: Bench) -> tuple[Table, Any]:
+    return _side_by_side(bench, _drafters(bench), "batches", bench.settings.batch_sizes)
+
+
 PARTS: Mapping[Part, Callable[[Bench], tuple[Table, Any]]] = {
     "attention": _attention,
     "exactness": _exactness,
@@ -223,4 +312,9 @@ PARTS: Mapping[Part, Callable[[Bench], tuple[Table, Any]]] = {
     "long_lookup": _long_lookup,
     "growth": _growth,
     "memory": _memory,
+    "acceptance": _acceptance,
+    "sampling": _sampling,
+    "strategies": _strategies,
+    "lookahead": _lookahead,
+    "batches": _batches,
 }

@@ -368,6 +368,65 @@ def load_target(
     return Target(model, tokenizer, name=name, exact=exact)
 
 
+def load_draft(
+    target: Target,
+    model: str,
+    dtype: str,
+    device: str,
+    attention: str,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> Target:
+    """Load a draft model for a target: a second ``Target`` with the same tokenizer.
+
+    Args:
+        target: whose tokenizer, dtype and device are the draft's too, unless told otherwise.
+        model: hub id, folder or ``.gguf`` file.
+        dtype: ``auto`` for the target's, or a name.
+        device: ``auto`` for the target's, or a name.
+        attention: as for the target.
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: run code that comes with the draft.
+
+    Raises:
+        InputError: nothing usable is there, or the draft's ids are not those of the target; with bare field names.
+        UnsupportedModelError: a model that cannot run on a tree cache.
+    """
+    try:
+        chosen_device = target.device if device == "auto" else choose_device(device)
+        chosen_dtype = target.dtype if dtype == "auto" else choose_dtype(dtype, chosen_device)
+        check_attention(attention)
+        source = find_source(model, revision, trust_remote_code)
+        config = read_config(source)
+        function = choose_attention(attention, build_skeleton(source, config))
+        if target.tokenizer is not None:
+            refuse_other_tokenizer(target.tokenizer, load_tokenizer(source, config.get_text_config().vocab_size), model)
+        elif config.get_text_config().vocab_size != target.vocab_size:
+            rows = config.get_text_config().vocab_size
+            remedy = f"it has {rows} ids and the target {target.vocab_size}, and no tokenizer tells what they mean"
+            raise InputError("target.model", model, remedy)
+        placement = {} if chosen_device.type == "cpu" else {"device_map": str(chosen_device)}
+        weights = load_weights(source, config, dtype=chosen_dtype, attention=function, placement=placement)
+    except InputError as error:  # the checks name the target's fields
+        remedy = error.remedy.replace("target.", "its own ")
+        raise InputError(error.field.removeprefix("target."), error.value, remedy) from error
+    return Target(weights, target.tokenizer, name=model)
+
+
+def refuse_other_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, model: str) -> None:
+    """Compare two tokenizers by content: every id that the target's text can hold must mean the same to the draft.
+
+    Raises:
+        InputError: names the first ids that differ.
+    """
+    ours, theirs = ({index: token for token, index in one.get_vocab().items()} for one in (target, draft))
+    differ = [index for index in sorted(ours) if ours[index] != theirs.get(index)]
+    if differ:
+        shown = ", ".join(f"{index} is {ours[index]!r} there {theirs.get(index)!r}" for index in differ[:3])
+        remedy = f"its tokenizer is not the target's: id {shown}; use a draft of the target's family"
+        raise InputError("target.model", model, remedy)
+
+
 # --- words ------------------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ def row(
     prefill: float = 0.5,
     turn: int = 0,
     question_id: int = 0,
+    altered: list[int] | None = None,
 ) -> dict[str, Any]:
     """One successful row whose rounds take equal time; all decode time is spent in verify forwards."""
     proposed = [4] * len(accepted) if proposed is None else proposed
@@ -37,7 +38,20 @@ def row(
         "round_seconds": [decode / max(1, len(accepted))] * len(accepted),
         "time_seconds": {**parts, "total": prefill + decode},
         "decode_elapsed_seconds": decode,
+        "altered_per_round": altered,
     }
+
+
+def test_altered_is_counted_under_lossy_rules_alone():
+    """A share of what rounds emitted; without a lossy rule it is not defined, and 0 would be a claim."""
+    rows = [row([0, 2, 4], altered=[0, 1, 2]), row([1], altered=[0])]
+    assert metrics.altered(rows) == 3
+    assert metrics.altered_share(rows) == 3 / 11
+    assert metrics.altered([row([1, 2])]) is None
+    assert metrics.altered_share([row([1, 2])]) is None
+    assert metrics.altered([]) is None
+    with pytest.raises(AssertionError, match="altered more"):
+        metrics.check_identities(row([1], altered=[2]))
 
 
 def test_acceptance_says_whether_the_bonus_counts():

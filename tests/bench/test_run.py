@@ -19,13 +19,14 @@ from specdec_lab.bench.columns import scalars
 from specdec_lab.bench.records import RequestLog, RowKey, read_rows
 from specdec_lab.bench.run import Strategy, enough_memory, reserve, run_rows
 from specdec_lab.bench.schemas import fault
-from specdec_lab.bench.settings import StrategyPlan, plan_run
+from specdec_lab.bench.settings import plan_run
 from specdec_lab.bench.summary import StrategyFacts, summarise
 from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.base import DraftContext
 from specdec_lab.drafters.ngram import NgramDrafter
 from specdec_lab.errors import InputError, NoRoomError
+from specdec_lab.strategies import StrategyPlan
 from specdec_lab.target import Target
 from specdec_lab.targets.tiny import load_tiny
 from specdec_lab.tree import DraftTree

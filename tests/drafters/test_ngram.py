@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import context_of
 
-from specdec_lab.drafters.base import DraftContext, Verification
 from specdec_lab.drafters.ngram import NgramDrafter, NgramIndex, copy_from
 from specdec_lab.errors import InputError
 from specdec_lab.target import Target
@@ -30,11 +29,6 @@ def propose(tiny_target: GetTarget) -> Callable[..., DraftTree]:
         return NgramDrafter(target, **settings).propose(context_of(tokens, max_depth))
 
     return first_tree
-
-
-def context_of(tokens: Sequence[int], max_depth: int = 99) -> DraftContext:
-    message = Verification(0, True, root_only(tokens[0]), (0,), tokens[-1], torch.zeros(1, 128), {})
-    return DraftContext(0, 0, list(tokens), max(1, len(tokens) - 1), message, max_depth)
 
 
 # --- what is proposed -----------------------------------------------------------------------------------------------

@@ -1,0 +1,61 @@
+"""Every strategy of ``conf/drafter/`` as it is configured there, with a value for what its YAML leaves open."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from specdec_lab.audit.toy import IMPOSSIBLE_LOGIT
+from specdec_lab.drafters.base import Drafter
+from specdec_lab.target import Target
+
+Make = Callable[[Target], Drafter]
+
+
+def maker(name: str, folder: Path, **changes: object) -> Make:
+    """Return ``target -> drafter``; a draft model that has to be named is a disturbed copy of the target."""
+    text = (resources.files("specdec_lab.conf") / "drafter" / f"{name}.yaml").read_text(encoding="utf-8")
+
+    def make(target: Target) -> Drafter:
+        config = OmegaConf.create(text)
+        if OmegaConf.is_missing(config, "model"):
+            config.model = str(disturbed_copy(target, folder, 1.0 if target.name == "toy" else 0.1))
+        drafter = instantiate(OmegaConf.merge(config, changes), target=target)
+        assert isinstance(drafter, Drafter)
+        if not drafter.lossless:
+            pytest.skip(f"{name} says that it is not lossless")
+        return drafter
+
+    return make
+
+
+def disturbed_copy(target: Target, folder: Path, amount: float = 0.1) -> Path:
+    """Save the target's model with noise on its weights: a draft that is often right and often wrong."""
+    weights = {name: weight.detach().clone() for name, weight in target.model.state_dict().items()}
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(weights):
+        digest.update(weights[name].float().numpy().tobytes())
+    place = folder / f"{digest.hexdigest()}-{amount}"
+    if place.exists():
+        return place
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for weight in target.model.parameters():
+            if weight.dim() > 1:
+                spread = float(weight[weight > IMPOSSIBLE_LOGIT].std())  # a toy's impossible tokens stay impossible
+                noise = torch.randn(weight.shape, generator=generator) * spread * amount
+                weight.add_(noise)
+    try:
+        target.model.save_pretrained(place)
+        if target.tokenizer is not None:
+            target.tokenizer.save_pretrained(place)
+    finally:
+        target.model.load_state_dict(weights)
+    return place

@@ -30,7 +30,15 @@ def figures_of(folder: Path, *parts: str) -> dict[str, Any]:
 
 
 def test_short_parts_run_and_write_their_figures(tmp_path: Path) -> None:
-    figures = figures_of(tmp_path, "exactness", "generate", "memory")
+    figures = figures_of(
+        tmp_path, "exactness", "generate", "memory", "acceptance", "lookahead", "strategies", "batches"
+    )
+    for chain in figures["acceptance"]:
+        assert chain["block"] >= 0
+        assert 0 <= chain["rejection"] <= 4
+    assert {one["strategy"] for one in figures["lookahead"]} >= {"autoregressive", "all", "window alone"}
+    assert {one["batch_size"] for one in figures["batches"]} == {1, 2, 4, 8}
+    assert all(one["acceptance_length"] == 1 for one in figures["strategies"] if one["strategy"] == "autoregressive")
     assert figures["memory"]["buffers_stayed"] is True
     assert all(count["identical"] == count["compared"] for count in figures["exactness"]["identity"])  # float32
     assert figures["exactness"]["largest_margin_move_logits"]["high"] < 1e-4
@@ -39,7 +47,8 @@ def test_short_parts_run_and_write_their_figures(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_long_parts_run_and_write_their_figures(tmp_path: Path) -> None:
-    figures = figures_of(tmp_path, "attention", "lookup", "long_lookup", "growth")
+    figures = figures_of(tmp_path, "attention", "lookup", "long_lookup", "growth", "sampling")
+    assert {cost["history"] for cost in figures["sampling"]} == {128, 4096}
     assert {entry["nodes"] for entry in figures["attention"]} == {1, 8, 16, 32}
     assert {cost["strategy"] for cost in figures["growth"]} == {"autoregressive", "ngram"}
     assert set(figures["long_lookup"]) == {"1024", "2048", "4096"}

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+
+from specdec_lab.errors import InputError
+from specdec_lab.target import Target
+from specdec_lab.tree import chain
+
 
 def expected_emitted(acceptance: float, k: int) -> float:
     """Return the tokens that a round with a chain of ``k`` drafts emits, bonus token included.
@@ -26,3 +35,46 @@ def chain_speedup(acceptance: float, k: int, draft_cost: float) -> float:
 def best_chain_length(acceptance: float, draft_cost: float, longest: int) -> int:
     """Return the number of drafts, 1 to ``longest``, with the largest ``chain_speedup``."""
     return max(range(1, longest + 1), key=lambda k: (chain_speedup(acceptance, k, draft_cost), -k))
+
+
+class VerifyCost:
+    """Time of a verify forward by its number of nodes, between measured points by straight lines.
+
+    Args:
+        milliseconds: ``{nodes: time}`` at one or more numbers of nodes, 1 among them.
+
+    Raises:
+        InputError: no time for one node, or numbers that are not positive.
+    """
+
+    def __init__(self, milliseconds: Mapping[int, float]) -> None:
+        if 1 not in milliseconds or min(milliseconds) < 1 or not min(milliseconds.values()) > 0:
+            remedy = "give the milliseconds of a forward by its nodes, of 1 node too, as {1: 35, 8: 40, 16: 50}"
+            raise InputError("verify_ms", dict(milliseconds), remedy)
+        self.points = sorted(milliseconds.items())
+
+    def of(self, nodes: int) -> float:
+        """Return the milliseconds of a forward; beyond the last point, as many per node as up to it."""
+        for (few, low), (many, high) in pairwise(self.points):
+            if nodes <= many:
+                return low + (high - low) * (nodes - few) / (many - few)
+        most, last = self.points[-1]
+        return last * max(nodes, most) / most
+
+
+def measure_verify_cost(target: Target, most: int, history: int = 64, repeats: int = 5) -> VerifyCost:
+    """Time forwards of 1, 2, 4, 8, ... nodes behind a short history, medians; row 0 of the cache has to be empty."""
+    sizes = sorted({min(2**power, most) for power in range(12)})
+    room = target.cache.capacity - most
+    target.prefill(0, [1] * max(1, min(history, room)))
+    found: dict[int, float] = {}
+    for nodes in sizes:
+        tree, times = chain(1, [1] * (nodes - 1)), []
+        for _ in range(1 + repeats):  # the first pays for what a shape needs once
+            start = time.perf_counter()
+            target.forward({0: tree})
+            target.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+        found[nodes] = max(statistics.median(times[1:]), 1e-3)
+    target.reset(0)
+    return VerifyCost(found)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -26,21 +27,27 @@ class DraftTree:
         without_replacement: whether each sibling was drawn from what its elder siblings left of that law, renormalised;
             otherwise siblings are independent draws, which can be equal.
 
+        confidence: the strategy's own estimate, per node, that the target's text runs through it, ``[nodes]``; for who
+            sizes or compares trees. It has no part in verification, nor in whether two trees are equal.
+
     Raises:
-        ValueError: the two lists disagree, a parent does not precede its child, a token id is negative, or two
-            siblings carry the same token though they were not drawn independently.
+        ValueError: the lists disagree, a parent does not precede its child, a token id is negative, or two siblings
+            carry the same token though they were not drawn independently.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     draft_probs: Tensor | None = None
     without_replacement: bool = False
+    confidence: tuple[float, ...] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", tuple(self.tokens))
         object.__setattr__(self, "parents", tuple(self.parents))
         if not self.tokens or len(self.tokens) != len(self.parents):
             raise ValueError(f"a tree needs one parent per token and a root: {self.tokens} and {self.parents}")
+        if self.confidence is not None and len(self.confidence) != len(self.tokens):
+            raise ValueError(f"{len(self.confidence)} confidences for {len(self.tokens)} nodes; give one per node")
         if self.parents[0] != -1:
             raise ValueError(f"node 0 is the root, so its parent is -1, not {self.parents[0]}")
         for node in range(1, len(self.tokens)):
@@ -111,21 +118,27 @@ def chain(root: int, drafts: Sequence[int], draft_probs: Tensor | None = None) -
     return DraftTree((root, *drafts), tuple(range(-1, len(drafts))), draft_probs)
 
 
-def from_paths(root: int, paths: Iterable[Sequence[int]], max_nodes: int | None = None) -> DraftTree:
+def from_paths(
+    root: int,
+    paths: Iterable[Sequence[int]],
+    max_nodes: int | None = None,
+    confidences: Iterable[Sequence[float]] | None = None,
+) -> DraftTree:
     """Merge continuations of ``root`` into one tree; common prefixes share nodes, so each guess is checked once.
 
     Args:
         root: the last committed token.
         paths: candidate continuations, the most promising first.
         max_nodes: stop adding nodes at this size, root included; what was added before stays closed under ancestors.
+        confidences: of the tokens of each path; a shared node has that of the path which brought it.
 
     Raises:
         ValueError: a path holds a negative token id.
     """
-    tokens, parents, node_of = [root], [-1], {}
-    for path in paths:
+    tokens, parents, node_of, values = [root], [-1], {}, [1.0]
+    for path, sure in zip(paths, repeat(repeat(0.0)) if confidences is None else confidences, strict=False):
         at = 0
-        for token in path:
+        for token, value in zip(path, sure, strict=False):
             child = node_of.get((at, token))
             if child is None:
                 if max_nodes is not None and len(tokens) >= max_nodes:
@@ -133,9 +146,10 @@ def from_paths(root: int, paths: Iterable[Sequence[int]], max_nodes: int | None 
                 child = len(tokens)
                 tokens.append(token)
                 parents.append(at)
+                values.append(value)
                 node_of[at, token] = child
             at = child
-    return DraftTree(tuple(tokens), tuple(parents))
+    return DraftTree(tuple(tokens), tuple(parents), confidence=None if confidences is None else tuple(values))
 
 
 def without(tree: DraftTree, dropped: Callable[[int], bool]) -> DraftTree:
@@ -158,7 +172,8 @@ def first_nodes(tree: DraftTree, count: int) -> DraftTree:
     """Return the first nodes of a deterministic tree, which hold their ancestors; a tree that was drawn stays whole."""
     if len(tree) <= count or tree.draft_probs is not None:
         return tree
-    return DraftTree(tree.tokens[:count], tree.parents[:count])
+    sure = None if tree.confidence is None else tree.confidence[:count]
+    return DraftTree(tree.tokens[:count], tree.parents[:count], confidence=sure)
 
 
 def find_path(tree: DraftTree, tokens: Iterable[int]) -> int | None:

@@ -88,7 +88,7 @@ def test_strategies_default_to_those_that_need_nothing():
         (["drafter.ngram.k=2.5"], "drafter.ngram.k=2.5: .*integer"),
         (["drafter.ngram.k=true"], "drafter.ngram.k=True: .*not true or false"),
         (["drafter.ngram.min_ngram=9"], "drafter.ngram.min_ngram=9: give at most max_ngram, which is 8"),
-        (["+drafter.ngram.q=1"], "drafter.ngram.q=1: there is no field of that name; choose from branches, k"),
+        (["+drafter.ngram.q=1"], "drafter.ngram.q=1: there is no field of that name; choose from branches, earlier, k"),
         (["drafter.ngram._target_=os.getcwd"], "drafter.ngram._target_='os.getcwd': this is no Drafter"),
         (["drafter.ngram._target_=no.such.thing"], "drafter.ngram._target_='no.such.thing': it cannot be imported"),
         (["+drafter.ngram._partial_=true"], "drafter.ngram._partial_=True: .*only _target_"),

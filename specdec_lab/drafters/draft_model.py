@@ -250,7 +250,7 @@ class _Growth:
         tokens = self.fed.tokens[shift:]
         parents = (-1, *(parent - shift for parent in self.fed.parents[self.caught_up :]))
         if not self.drawn or len(tokens) == 1:
-            return DraftTree(tokens, parents)
+            return DraftTree(tokens, parents, confidence=tuple(self.reach[node + shift] for node in range(len(tokens))))
         nothing = torch.zeros_like(next(iter(self.laws.values())))
         laws = torch.stack([self.laws.get(node + shift, nothing) for node in range(len(tokens))])
         return DraftTree(tokens, parents, laws, without_replacement=True)

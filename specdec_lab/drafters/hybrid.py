@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from specdec_lab.cost import VerifyCost, measure_verify_cost
 from specdec_lab.drafters.base import DraftContext, Drafter, Verification
 from specdec_lab.errors import InputError
 from specdec_lab.strategies import StrategyPlan, named_strategy
@@ -26,14 +27,17 @@ MEMBERS: Mapping[str, Mapping[str, Any]] = {"ngram": {}, "lookahead": {}}
 class HybridDrafter(Drafter):
     """The union of several strategies' trees, pruned to the nodes that are worth their place.
 
-    A node's value is how often its strategy's drafts were accepted at that depth in this sequence so far, shared among
-    the strategy's nodes of that depth; a node that several strategies propose has their values added. The best nodes
-    are taken. Values fall along every path, so that the choice is closed under ancestors.
+    A node's value is the confidence that its strategy states, corrected by how right the strategy was in this sequence;
+    where it states none, how often its drafts were right at that depth, shared among its nodes there. A node that
+    several strategies propose has their values added. The best nodes are taken, as many as the time of a verify forward
+    makes worth while: the number with the most expected tokens per time. Values fall along every path, so that the
+    choice is closed under ancestors.
 
     Args:
         members: strategies by the names of their files in ``conf/drafter/``, each with the parameters that differ.
-        nodes: draft tokens of a tree.
-        min_value: a node below this is left out even if there is room: it would cost more than it brings.
+        nodes: most draft tokens of a tree.
+        verify_ms: milliseconds of a verify forward by its nodes, ``{1: 35, 8: 40, 16: 50}``; ``None`` measures them on
+            the target once, when the first cache is there.
     """
 
     def __init__(
@@ -41,20 +45,25 @@ class HybridDrafter(Drafter):
         target: Target,
         *,
         members: Mapping[str, Mapping[str, Any]] = MEMBERS,
-        nodes: Annotated[int, Field(ge=1, le=512)] = 12,
-        min_value: Annotated[float, Field(ge=0, lt=1)] = 0.06,
+        nodes: Annotated[int, Field(ge=1, le=512)] = 16,
+        verify_ms: Mapping[int, float] | None = None,
     ) -> None:
         plans = self._plans(members)
         super().__init__(target, max_nodes=nodes + 1)
         self.members = [plan.make(target) for plan in plans]
-        self.nodes, self.min_value = nodes, min_value
+        self.nodes = nodes
+        self.cost = None if verify_ms is None else VerifyCost(verify_ms)
         self.feature_layers = tuple(sorted({layer for member in self.members for layer in member.feature_layers}))
         self.lossless = all(member.lossless for member in self.members)
 
     @classmethod
-    def check_parameters(cls, *, members: Mapping[str, Mapping[str, Any]], **others: Any) -> None:
-        """Refuse unknown members and their wrong parameters."""
+    def check_parameters(
+        cls, *, members: Mapping[str, Mapping[str, Any]], verify_ms: Mapping[int, float] | None, **others: Any
+    ) -> None:
+        """Refuse unknown members, their wrong parameters, and times that cannot be."""
         cls._plans(members)
+        if verify_ms is not None:
+            VerifyCost(verify_ms)
 
     @staticmethod
     def _plans(members: Mapping[str, Mapping[str, Any]]) -> list[StrategyPlan]:
@@ -69,9 +78,11 @@ class HybridDrafter(Drafter):
         return plans
 
     def allocate(self, rows: int, tokens: int) -> None:
-        """Make room for every member."""
+        """Make room for every member, and measure the target once."""
         for member in self.members:
             member.allocate(rows, tokens)
+        if self.cost is None:
+            self.cost = measure_verify_cost(self.target, self.max_nodes)
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the members' bytes, added up."""
@@ -105,17 +116,28 @@ class HybridDrafter(Drafter):
         memory.trees = list(trees)
         values: dict[tuple[int, ...], float] = {}
         for record, tree in zip(memory.yields, trees, strict=True):
-            texts = path_texts(tree)
-            widths = [tree.depths.count(depth) for depth in range(tree.depth + 1)]
-            for node in range(1, len(tree)):
-                depth = tree.depths[node]
-                value = record.joint(depth) / widths[depth]
-                values[texts[node]] = values.get(texts[node], 0.0) + value
+            for text, value in zip(path_texts(tree)[1:], record.values(tree)[1:], strict=True):
+                values[text] = values.get(text, 0.0) + value
         for text in sorted(values, key=len):  # two members can agree on a child and not on its parent's other children
-            if len(text) > 1:
-                values[text] = min(values[text], values[text[:-1]])
-        ranked = sorted((text for text in values if values[text] >= self.min_value), key=lambda t: (-values[t], len(t)))
-        return from_paths(trees[0].tokens[0], ranked[: self.nodes])  # the best first, parents before children
+            values[text] = min(values[text], values[text[:-1]] if len(text) > 1 else 1.0)
+        ranked = sorted(values, key=lambda text: (-values[text], len(text)))[: self.nodes]
+        worth = self._worth([values[text] for text in ranked])
+        return from_paths(trees[0].tokens[0], ranked[:worth], confidences=_along(ranked[:worth], values))
+
+    def _worth(self, values: Sequence[float]) -> int:
+        """Return how many of the best nodes give the most expected tokens per time."""
+        if self.cost is None:
+            return len(values)
+        best, best_rate, expected = 0, 1 / self.cost.of(1), 1.0
+        for count, value in enumerate(values, start=1):
+            expected += value
+            if expected / self.cost.of(1 + count) > best_rate:
+                best, best_rate = count, expected / self.cost.of(1 + count)
+        return best
+
+
+def _along(paths: Sequence[tuple[int, ...]], values: Mapping[tuple[int, ...], float]) -> list[list[float]]:
+    return [[values[path[: end + 1]] for end in range(len(path))] for path in paths]
 
 
 def path_texts(tree: DraftTree) -> list[tuple[int, ...]]:
@@ -128,15 +150,25 @@ def path_texts(tree: DraftTree) -> list[tuple[int, ...]]:
 
 @dataclass
 class _Yield:
-    """How deep a strategy's drafts of one sequence were right."""
+    """How deep a strategy's drafts of one sequence were right, and how many nodes it believed to be."""
 
     offered: dict[int, float] = field(default_factory=dict)
     right: dict[int, float] = field(default_factory=dict)
+    believed: float = 0.0
+    surely: float = 0.0
 
     def joint(self, depth: int) -> float:
         """Return the estimated share of rounds in which a draft at this depth is right, given that one is offered."""
         prior = PRIOR_ACCEPTED**depth
         return (self.right.get(depth, 0.0) + PRIOR_ROUNDS * prior) / (self.offered.get(depth, 0.0) + PRIOR_ROUNDS)
+
+    def values(self, tree: DraftTree) -> list[float]:
+        """Return what each node is worth: the probability that the target's text runs through it, ``[nodes]``."""
+        if tree.confidence is not None:
+            correction = (self.surely + PRIOR_ROUNDS / 2) / (self.believed + PRIOR_ROUNDS / 2)
+            return [min(1.0, value * correction) for value in tree.confidence]
+        widths = [tree.depths.count(depth) for depth in range(tree.depth + 1)]
+        return [self.joint(depth) / widths[depth] if depth else 1.0 for depth in tree.depths]
 
     def learn(self, tree: DraftTree, text: Sequence[int]) -> None:
         """Compare a tree with the tokens that came."""
@@ -149,6 +181,10 @@ class _Yield:
         for depth in range(1, min(tree.depth, len(text)) + 1):  # deeper, nobody knows what would have come
             self.offered[depth] = self.offered.get(depth, 0.0) + 1
             self.right[depth] = self.right.get(depth, 0.0) + (reached >= depth)
+        if tree.confidence is not None:
+            known = [at for at in range(1, len(tree)) if tree.depths[at] <= len(text)]
+            self.believed += sum(tree.confidence[at] for at in known)
+            self.surely += min(reached, len(text))
 
 
 @dataclass

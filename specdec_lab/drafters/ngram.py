@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -17,9 +19,10 @@ class NgramDrafter(Drafter):
     """Drafts the continuations of earlier occurrences of the current suffix, longest match first.
 
     Prompt lookup decoding (Saxena 2023; ``prompt_lookup_num_tokens`` in transformers) over prompt and output.
-    Differences: the index is updated incrementally, so that work per round does not grow with the text; the most
-    recent occurrence comes first; a copy may run into the tokens that it is itself producing, so that a loop is
-    drafted to full depth; the longer the match, the longer the draft; several distinct continuations share the tree.
+    Differences: the index is updated incrementally, so that work per round does not grow with the text; of equally long
+    matches what followed most often comes first, then the most recent; a copy may run into the tokens that it is itself
+    producing, so that a loop is drafted to full depth; the longer the match, the longer the draft; several distinct
+    continuations share the tree.
 
     Args:
         k: most draft tokens along one continuation.
@@ -29,6 +32,8 @@ class NgramDrafter(Drafter):
         branches: distinct continuations in one tree; 1 gives a chain.
         max_nodes: bound of the tree's size, root included; ``None`` leaves room for every branch.
         occurrences: earlier positions remembered per indexed n-gram; the oldest is forgotten first.
+        earlier: tokens of earlier sequences that are looked up too, the oldest forgotten first; 0 keeps each sequence
+            to itself. With it, what is drafted depends on what was decoded before; what is emitted does not.
     """
 
     def __init__(
@@ -42,12 +47,14 @@ class NgramDrafter(Drafter):
         branches: Annotated[int, Field(ge=1, le=64)] = 2,
         max_nodes: Annotated[int, Field(ge=2, le=1024)] | None = None,
         occurrences: Annotated[int, Field(ge=1, le=1024)] = 64,
+        earlier: Annotated[int, Field(ge=0, le=1_000_000)] = 0,
     ) -> None:
         super().__init__(target, max_nodes=max_nodes or 1 + branches * k)
         self.check_parameters(k=k, per_match=per_match, min_ngram=min_ngram, max_ngram=max_ngram)
         self.k, self.per_match, self.branches, self.occurrences = k, per_match, branches, occurrences
         self.eos_ids = target.eos_ids
-        self.min_ngram, self.max_ngram = min_ngram, max_ngram
+        self.min_ngram, self.max_ngram, self.earlier = min_ngram, max_ngram, earlier
+        self._past: deque[list[int]] = deque()
 
     @classmethod
     def check_parameters(cls, *, k: int, per_match: int, min_ngram: int, max_ngram: int, **others: Any) -> None:
@@ -63,23 +70,73 @@ class NgramDrafter(Drafter):
     def propose(self, context: DraftContext) -> DraftTree:
         """Return the best continuations of the current suffix; the root alone if it never occurred before."""
         if context.state is None:
-            context.state = NgramIndex(self.min_ngram, self.max_ngram, self.occurrences)
-        index: NgramIndex = context.state
-        index.catch_up(context.tokens)
+            context.state = self._fresh(context)
+        text, index = context.state.text(context.tokens), context.state.index
+        index.catch_up(text)
         deepest = min(self.k, context.max_depth)
         paths: list[tuple[int, ...]] = []
-        for matched, start in index.matches(context.tokens):
+        sure: list[list[float]] = []
+        for matched, start in by_count(index.matches(text), text):
             depth = min(deepest, self.per_match * matched)
-            path = self._until_eos(copy_from(context.tokens, start, depth))
+            path = self._until_eos(copy_from(text, start, depth))
             if not any(other[: len(path)] == path for other in paths):
+                sure.append(path_confidence(matched, len(path), rank=len(paths)))
                 paths.append(path)
             if len(paths) == self.branches:
                 break
-        return from_paths(context.tokens[-1], paths, self.max_nodes)
+        return from_paths(context.tokens[-1], paths, self.max_nodes, sure)
+
+    def _fresh(self, context: DraftContext) -> _Memory:
+        """Begin a sequence behind the last tokens of those before it."""
+        index = NgramIndex(self.min_ngram, self.max_ngram, self.occurrences)
+        if not self.earlier:
+            return _Memory(index)
+        past = [token for tokens in self._past for token in tokens][-self.earlier :]
+        self._past.append(context.tokens)  # grows on by itself until the sequence ends
+        while len(self._past) > 1 and sum(map(len, self._past)) - len(self._past[0]) >= self.earlier:
+            self._past.popleft()
+        return _Memory(index, past)
 
     def _until_eos(self, path: tuple[int, ...]) -> tuple[int, ...]:
         end = next((at for at, token in enumerate(path) if token in self.eos_ids), len(path))
         return path[: end + 1]
+
+
+@dataclass
+class _Memory:
+    """A sequence's index, and the text that it is of where that is more than the sequence."""
+
+    index: NgramIndex
+    past: list[int] | None = None
+    _seen: int = 0
+
+    def text(self, tokens: list[int]) -> list[int]:
+        """Return what is looked up: the sequence, behind earlier ones if they count."""
+        if self.past is None:
+            return tokens
+        self.past += tokens[self._seen :]
+        self._seen = len(tokens)
+        return self.past
+
+
+def by_count(matches: Sequence[tuple[int, int]], tokens: Sequence[int]) -> list[tuple[int, int]]:
+    """Order matches by their length, then by how often the token that follows follows such a match."""
+    often = Counter((matched, tokens[start]) for matched, start in matches)
+    return sorted(matches, key=lambda match: (-match[0], -often[match[0], tokens[match[1]]]))  # stable: recent first
+
+
+def path_confidence(matched: int, length: int, rank: int) -> list[float]:
+    """Return the estimated probability that a copy is right up to each of its tokens.
+
+    (m - 0.4) / (m + 1.2) for the next token behind a match of ``m`` tokens, which grows by each token that is right; a
+    further branch is right a tenth as often. On answers of the default target the best branch was right in 23, 51, 61
+    and 69 % of the cases after 1, 2, 3 and 4 matched tokens and in 91 % after 8; the formula says 27, 50, 62, 69, 83.
+    """
+    values, value = [], 0.1**rank
+    for at in range(length):
+        value *= (matched + at - 0.4) / (matched + at + 1.2)
+        values.append(value)
+    return values
 
 
 class NgramIndex:

@@ -88,7 +88,7 @@ class RecyclingDrafter(Drafter):
             offer(parent, values[parent], rank + 1)
             if depths[-1] < depth and token not in self.eos_ids:
                 offer(len(tokens) - 1, -value, 0)
-        return DraftTree(tuple(tokens), tuple(parents))
+        return DraftTree(tuple(tokens), tuple(parents), confidence=tuple(values))
 
 
 class AdjacencyTable:

@@ -9,17 +9,25 @@ import pytest
 from oracles import decode, naive_answers
 from scripted import PathsDrafter, RandomTreeDrafter, context_of
 
+from specdec_lab.cost import VerifyCost, measure_verify_cost
 from specdec_lab.decode import Request
+from specdec_lab.drafters import hybrid as hybrid_module
 from specdec_lab.drafters.hybrid import HybridDrafter, _Yield, path_texts
 from specdec_lab.errors import InputError
 from specdec_lab.target import Target
-from specdec_lab.tree import from_paths
+from specdec_lab.tree import DraftTree, chain, from_paths
 
 GetTarget = Callable[..., Target]
 
+FREE = {1: 1.0, 1000: 1.0}
+"""A forward that costs the same whatever its nodes, so that every draft is worth while."""
+
+COSTLY = {1: 10.0, 11: 20.0}
+"""Each further node costs a tenth of a plain step."""
+
 
 def hybrid(target: Target, *members: Any, **settings: Any) -> HybridDrafter:
-    drafter = HybridDrafter(target, members={"autoregressive": {}}, **settings)
+    drafter = HybridDrafter(target, members={"autoregressive": {}}, **{"verify_ms": FREE, **settings})
     drafter.members = list(members)
     return drafter
 
@@ -27,7 +35,7 @@ def hybrid(target: Target, *members: Any, **settings: Any) -> HybridDrafter:
 def test_the_union_holds_each_path_once(tiny_target: GetTarget):
     """Guards TR-07: what two members propose is one node, worth more."""
     target = tiny_target()
-    drafter = hybrid(target, PathsDrafter(target, [[1, 2]]), PathsDrafter(target, [[1, 3], [4]]), min_value=0.0)
+    drafter = hybrid(target, PathsDrafter(target, [[1, 2]]), PathsDrafter(target, [[1, 3], [4]]))
     tree = drafter.propose(context_of([9, 8]))
     assert set(path_texts(tree)[1:]) == {(1,), (1, 2), (1, 3), (4,)}
     assert tree.tokens[1] == 1, "proposed by both, so the best"
@@ -37,9 +45,7 @@ def test_the_budget_keeps_the_best_and_their_ancestors(tiny_target: GetTarget):
     """Guards TR-08: closed under ancestors whatever the yields are."""
     target = tiny_target()
     for nodes in range(1, 7):
-        drafter = hybrid(
-            target, PathsDrafter(target, [[1, 2, 3]]), PathsDrafter(target, [[5, 6, 7]]), nodes=nodes, min_value=0.0
-        )
+        drafter = hybrid(target, PathsDrafter(target, [[1, 2, 3]]), PathsDrafter(target, [[5, 6, 7]]), nodes=nodes)
         context = context_of([9, 8])
         drafter.propose(context)
         context.state.yields[0].right = {1: 0.0, 2: 9.0, 3: 30.0}
@@ -55,7 +61,7 @@ def test_a_member_that_is_wrong_loses_its_place(tiny_target: GetTarget):
     requests = [Request((5, 6, 7), 40)]
     answers = naive_answers(target.model, requests, target.eos_ids)
     wrong, right = PathsDrafter(target, [[127, 127, 127]]), RandomTreeDrafter(target, answers, max_nodes=3, seed=1)
-    (generation,) = decode(target, hybrid(target, wrong, right, nodes=4, min_value=0.1), requests)
+    (generation,) = decode(target, hybrid(target, wrong, right, nodes=4, verify_ms=COSTLY), requests)
     assert generation.output_ids == tuple(answers[requests[0].prompt_ids][3:])
     assert 127 in generation.rounds[0].tokens
     assert 127 not in generation.rounds[-2].tokens
@@ -71,10 +77,65 @@ def test_yields_count_what_was_right_and_what_is_known():
     assert record.joint(4) == pytest.approx(0.5**4)
 
 
-def test_nothing_is_drafted_where_nothing_is_worth_it(tiny_target: GetTarget):
+def test_as_many_nodes_as_are_worth_their_time(tiny_target: GetTarget):
+    """A node pays where what it is expected to bring exceeds its share of the time."""
     target = tiny_target()
-    drafter = hybrid(target, PathsDrafter(target, [[1, 2, 3, 4, 5]]), min_value=0.2)
-    assert len(drafter.propose(context_of([9, 8]))) == 3
+    deep = PathsDrafter(target, [[1, 2, 3, 4, 5]])  # .5, .25, .125, ...
+    assert len(hybrid(target, deep).propose(context_of([9, 8]))) == 6
+    # one node: 1.5 / 1.1; two: 1.75 / 1.2 = 1.458; three: 1.875 / 1.3 = 1.442
+    assert len(hybrid(target, deep, verify_ms=COSTLY).propose(context_of([9, 8]))) == 3
+    assert len(hybrid(target, deep, verify_ms={1: 10.0, 2: 20.0}).propose(context_of([9, 8]))) == 1
+    # a step at two nodes, and nothing after it: if any, then all
+    assert len(hybrid(target, deep, verify_ms={1: 10.0, 2: 16.0, 6: 16.0}).propose(context_of([9, 8]))) == 6
+
+
+def test_stated_confidence_is_corrected_by_what_came():
+    """A strategy that is sure and wrong loses, one that is unsure and right gains."""
+    sure = chain(0, [1, 2])
+    sure = DraftTree(sure.tokens, sure.parents, confidence=(1.0, 0.9, 0.8))
+    record = _Yield()
+    assert record.values(sure) == pytest.approx([1.0, 0.9, 0.8])
+    for _ in range(10):
+        record.learn(sure, [7, 7])
+    assert record.values(sure)[1] == pytest.approx(0.9 * 2 / (2 + 17))
+    record = _Yield()
+    for _ in range(10):
+        record.learn(DraftTree(sure.tokens, sure.parents, confidence=(1.0, 0.1, 0.1)), [1, 2, 3])
+    assert record.values(sure) == [1.0, 1.0, 1.0]
+
+
+def test_the_target_is_measured_once(tiny_target: GetTarget, monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+    monkeypatch.setattr(
+        hybrid_module, "measure_verify_cost", lambda target, most: calls.append(most) or VerifyCost(FREE)
+    )
+    target = tiny_target()
+    drafter = HybridDrafter(target, nodes=9)
+    for _ in range(3):
+        decode(target, drafter, [Request((5, 6, 5, 6), 5)])
+    assert calls == [10]
+
+
+def test_costs_between_and_beyond_measured_points():
+    cost = VerifyCost({1: 30.0, 9: 70.0, 5: 40.0})
+    assert [cost.of(nodes) for nodes in (1, 3, 5, 7, 9, 18)] == [30, 35, 40, 55, 70, 140]
+    assert VerifyCost({1: 10.0}).of(5) == 50
+
+
+def test_a_measured_cost_has_every_size(tiny_target: GetTarget):
+    target = tiny_target()
+    target.allocate(2, 40, 12)
+    cost = measure_verify_cost(target, 12)
+    assert [nodes for nodes, _ in cost.points] == [1, 2, 4, 8, 12]
+    assert all(time > 0 for _, time in cost.points)
+    assert target.length(0) == 0
+
+
+@pytest.mark.parametrize("verify_ms", [{}, {2: 5.0}, {1: 0.0}, {0: 1.0, 1: 1.0}, {1: -1.0}])
+def test_times_that_cannot_be_are_refused(verify_ms: dict[int, float]):
+    with pytest.raises(InputError) as refused:
+        HybridDrafter.check_parameters(members={"ngram": {}}, verify_ms=verify_ms)
+    assert refused.value.field == "verify_ms"
 
 
 @pytest.mark.parametrize(
@@ -90,5 +151,5 @@ def test_nothing_is_drafted_where_nothing_is_worth_it(tiny_target: GetTarget):
 )
 def test_members_that_cannot_be_are_refused_before_a_target_is_there(members: dict[str, Any], field: str):
     with pytest.raises(InputError) as refused:
-        HybridDrafter.check_parameters(members=members)
+        HybridDrafter.check_parameters(members=members, verify_ms=None)
     assert refused.value.field == field

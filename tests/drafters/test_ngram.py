@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import decode
 from scripted import context_of
 
+from specdec_lab.decode import Request
 from specdec_lab.drafters.ngram import NgramDrafter, NgramIndex, copy_from
 from specdec_lab.errors import InputError
 from specdec_lab.target import Target
@@ -226,3 +228,31 @@ def test_each_sequence_has_an_index_of_its_own(tiny_target: GetTarget):
     assert first.state is not second.state
     assert set(vars(drafter)) == before
     assert drafter.memory_bytes() == {"draft_weights": 0, "draft_kv": 0}
+
+
+def test_what_followed_most_often_comes_first(propose: Callable[..., DraftTree]):
+    """Among equally long matches; a longer one still wins, and among equally frequent ones the most recent."""
+    text = [5, 6, 30, 9, 5, 6, 40, 8, 5, 6, 30, 7, 5, 6, 50, 5, 6]
+    assert propose(text, k=1, max_ngram=2) == chain(6, [30])
+    assert propose(text, k=1, max_ngram=2, branches=3) == from_paths(6, [[30], [50], [40]])
+    assert propose([4, 5, 6, 50, *text[:-3], 4, 5, 6], k=1, max_ngram=3) == chain(6, [50])
+
+
+def test_earlier_sequences_are_looked_up_if_asked_for(tiny_target: GetTarget):
+    """Guards SP-08 and ML-04: off by default; with a bound, the oldest sequence is forgotten first."""
+    target = tiny_target()
+    first = [7, 8, 9, 20, 21, 22, 23, 24]
+    for earlier, wanted in ((0, root_only(9)), (100, chain(9, [20, 21, 22]))):
+        drafter = NgramDrafter(target, k=3, min_ngram=2, per_match=8, earlier=earlier)
+        drafter.propose(context_of(first))
+        context = context_of([3, 4, 8, 9])
+        assert drafter.propose(context) == wanted
+        context.tokens += [30, 31, 8, 9]
+        assert drafter.propose(context).tokens[1] == 30, "the sequence's own text is the most recent"
+    drafter = NgramDrafter(target, k=3, min_ngram=2, earlier=20)
+    for turn in range(200):
+        drafter.propose(context_of([turn % 100, 8, 9, turn % 90]))
+    assert sum(map(len, drafter._past)) <= 24
+    (done, _) = decode(target, drafter, [Request((5, 6, 5, 6), 20)] * 2)
+    (plain, _) = decode(target, NgramDrafter(target), [Request((5, 6, 5, 6), 20)] * 2)
+    assert done.output_ids == plain.output_ids

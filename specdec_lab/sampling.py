@@ -96,6 +96,8 @@ class SamplingParams:
         for name in ("bad_words", "logits_processors"):
             if isinstance(value := getattr(self, name), str) or not isinstance(value, Sequence):
                 raise InputError(f"sampling.{name}", value, "give a tuple of them, even for a single one")
+            frozen = tuple(tuple(one) if isinstance(one, list) else one for one in value)
+            object.__setattr__(self, name, frozen)
         for word in self.bad_words:
             if not word or (isinstance(word, str) and not word.strip()):
                 raise InputError("sampling.bad_words", word, "give words, or lists of token ids, that are not empty")

@@ -500,6 +500,41 @@ def test_a_row_of_nan_fails_alone(batch_size: int, sampling: SamplingParams):
                 assert generation.output_ids == tuple(3 + (prompt[-1] - 2 + step) % 13 for step in range(4))
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+def test_a_row_of_nan_fails_alone_under_every_rule(rule: RuleName):
+    """Guards LC-08: a law that is NaN ends the row, be the rule one that asks for laws; others go on."""
+    target = three_token_target()
+
+    def nan_after_2(_module: Any, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
+        return logits.masked_fill(inputs[0][..., 2:3] > 0.5, float("nan"))
+
+    target.model.get_output_embeddings().register_forward_hook(nan_after_2)  # type: ignore[union-attr]
+    requests = [Request((0,), 6, noise_key=(number,)) for number in range(40)]
+    drafter = DrawingDrafter(target, DRAFT_LAWS, (-1, 0, 0))
+    failed = 0
+    for generation in decode(target, drafter, requests, sampling=EVEN, acceptance=Acceptance(rule), batch_size=3):
+        if generation.error is None:
+            assert 2 not in generation.output_ids[:-1]
+        else:
+            assert "NaN" in generation.error
+            failed += 1
+    assert 0 < failed < len(requests)
+
+
+def test_a_nan_draft_law_is_the_strategys_fault():
+    """Guards LC-08: it is named, and never reaches the target's law."""
+    target = three_token_target()
+
+    class Broken(DrawingDrafter):
+        def propose(self, context: DraftContext) -> DraftTree:
+            tree = super().propose(context)
+            law = torch.full((len(tree), target.vocab_size), float("nan"))
+            return DraftTree(tree.tokens, tree.parents, law)
+
+    with pytest.raises(DrafterError, match="Broken: draft_probs of node 0 is no law"):
+        decode(target, Broken(target, DRAFT_LAWS, (-1, 0)), [Request((0,), 6)], sampling=EVEN)
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 def test_nan_in_keys_and_values_stays_in_its_row(batch_size: int, exact: Exact):
     """Guards CP-13: a prompt whose token embeds to NaN poisons the cache of its row, which is then wiped."""

@@ -36,6 +36,7 @@ from specdec_lab.audit.strategies import law_error
 from specdec_lab.audit.toy import TOY_VOCAB, bigram_model, law_table, successor_table
 from specdec_lab.choices import Choices, SequenceRule
 from specdec_lab.decode import Request
+from specdec_lab.drafters.base import DraftContext
 from specdec_lab.noise import Chance
 from specdec_lab.sampling import SamplingParams
 from specdec_lab.stopping import StopRule
@@ -129,6 +130,15 @@ def drawn_law() -> None:
     """The law of three tokens by enumeration, with a drawn chain of two."""
     make = lambda target: DrawingDrafter(target, DRAFT_LAWS, (-1, 0, 1))  # noqa: E731
     assert law_error(make, random.Random(3), SamplingParams(1.0), new_tokens=3) < 1e-12
+
+
+def drawn_tokens() -> None:
+    """The first two tokens over many questions, with hashed noise and one drawn draft."""
+    target = Target(bigram_model(law_table(dict.fromkeys(range(3), (0.3, 0.3, 0.4)))))
+    drafter = DrawingDrafter(target, dict.fromkeys(range(3), (0.1, 0.1, 0.8)), (-1, 0))
+    requests = [Request((0,), 3, noise_key=(number,)) for number in range(400)]
+    done = decode(target, drafter, requests, sampling=SamplingParams(1.0), batch_size=50)
+    check_law(lambda number: done[number].output_ids[1], {0: 0.3, 1: 0.3, 2: 0.4}, len(requests))
 
 
 def drawn_acceptance() -> None:
@@ -345,6 +355,20 @@ def keeps_the_target_law(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     return target_probs
 
 
+def draws_with_the_verifiers_noise(self: DraftContext) -> Chance:
+    """Takes the very numbers that will accept or reject what they drew."""
+    return self.randomness.noise.chance((*self.randomness.key, "accept", len(self.tokens)))
+
+
+_uniform = noise_module.HashedChance._uniform
+
+
+def repeats_itself(self: noise_module.HashedChance) -> float:
+    """Uses one number for all decisions of a round, so that the residual is drawn with what rejected the draft."""
+    self._made = 0
+    return _uniform(self)
+
+
 def drops_nothing(tree: DraftTree, dropped: Callable[[int], bool]) -> DraftTree:
     return tree
 
@@ -422,7 +446,9 @@ MUTATIONS = [
     Mutation(SequenceRule, "extend", forgets_what_was_emitted, (enumerated_law,)),
     Mutation(verify_module, "reject", accepts_every_draft, (drawn_law, drawn_acceptance)),
     Mutation(verify_module, "reject", takes_draws_for_picks, (drawn_acceptance,)),
-    Mutation(verify_module, "residual", keeps_the_target_law, (drawn_law,)),
+    Mutation(verify_module, "residual", keeps_the_target_law, (drawn_law, drawn_tokens)),
+    Mutation(DraftContext, "chance", draws_with_the_verifiers_noise, (drawn_tokens,)),
+    Mutation(noise_module.HashedChance, "_uniform", repeats_itself, (drawn_tokens,)),
     Mutation(decode_module, "without", drops_nothing, (forbidden_drafts,)),
     Mutation(StopRule, "take", never_stops, (stops,)),
     Mutation(StopRule, "take", looks_at_the_last_token_alone, (stops,)),

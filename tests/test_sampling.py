@@ -401,6 +401,8 @@ def test_law_tables_are_what_they_say():
         ({"min_new_tokens": -1}, r"sampling\.min_new_tokens=-1"),
         ({"bad_words": ("",)}, r"sampling\.bad_words=''"),
         ({"bad_words": ((),)}, r"sampling\.bad_words=\(\)"),
+        ({"bad_words": "word"}, r"sampling\.bad_words='word': give a tuple"),
+        ({"logits_processors": Ban4()}, r"sampling\.logits_processors=.*give a tuple"),
         ({"logits_processors": ("no function",)}, r"sampling\.logits_processors='no function': .*functions"),
     ],
     ids=str,

@@ -7,7 +7,7 @@
 Three proofs: every outcome of the acceptance rule on random trees and laws; every outcome of the whole loop with this
 strategy on toy targets; texts against plain decoding on a real target, greedy and sampled, alone and in a batch. The
 certificate is printed and written to the run folder. Exit codes: 0 the strategy is what it says; 1 refused; 3 it says
-that it is lossless and is not.
+that it is lossless and is not, or too little was drawn to tell.
 """
 
 import sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -12,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.utils import get_object
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from specdec_lab.errors import InputError, one_line
+from specdec_lab.errors import InputError, described
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -52,10 +53,16 @@ def locate(path: object, where: str) -> Any:
     Raises:
         InputError: there is nothing of that name.
     """
+    hydra_log = logging.getLogger("hydra.utils")  # would log a second, longer version of the sentence
+    before = hydra_log.disabled
+    hydra_log.disabled = True
     try:
         return get_object(str(path))
     except Exception as error:  # an import runs the module, which can raise anything
-        raise InputError(f"{where}._target_", path, f"it cannot be imported ({one_line(error)})") from error
+        remedy = f"it cannot be imported ({described(error.__cause__ or error)}); mend the file or the name"
+        raise InputError(f"{where}._target_", path, remedy) from error
+    finally:
+        hydra_log.disabled = before
 
 
 def check_arguments(
@@ -102,7 +109,10 @@ def validate(model: type[Model], values: Mapping[str, Any], where: str = "") -> 
         first = error.errors()[0]
         field = ".".join(str(part) for part in ([where] if where else []) + list(first["loc"]))
         value = None if first["type"] == "missing" else first["input"]
-        raise InputError(field, value, first["msg"][0].lower() + first["msg"][1:]) from None
+        remedy = first["msg"][0].lower() + first["msg"][1:]
+        if first["type"] in ("tuple_type", "list_type"):
+            remedy = f"give a list, as [{value}]"
+        raise InputError(field, value, remedy) from None
     for name in type(checked).model_fields:
         value = values.get(name)
         if isinstance(value, bool) and not isinstance(getattr(checked, name), bool):

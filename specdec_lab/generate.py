@@ -14,7 +14,7 @@ from specdec_lab.sampling import SamplingParams
 from specdec_lab.stopping import check_stop
 from specdec_lab.streaming import TextStream
 from specdec_lab.target import Target
-from specdec_lab.verify import REJECTION, Acceptance
+from specdec_lab.verify import REJECTION, Acceptance, RuleName
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
@@ -27,7 +27,7 @@ def generate(
     *,
     max_new_tokens: int = ...,
     sampling: SamplingParams = ...,
-    acceptance: Acceptance = ...,
+    acceptance: Acceptance | RuleName = ...,
     stop: Sequence[str] = ...,
     logprobs: bool = ...,
     stream: Literal[False] = ...,
@@ -42,7 +42,7 @@ def generate(
     *,
     max_new_tokens: int = ...,
     sampling: SamplingParams = ...,
-    acceptance: Acceptance = ...,
+    acceptance: Acceptance | RuleName = ...,
     stop: Sequence[str] = ...,
     logprobs: bool = ...,
     stream: Literal[True],
@@ -56,7 +56,7 @@ def generate(
     *,
     max_new_tokens: int = 64,
     sampling: SamplingParams = GREEDY,
-    acceptance: Acceptance = REJECTION,
+    acceptance: Acceptance | RuleName = REJECTION,
     stop: Sequence[str] = (),
     logprobs: bool = False,
     stream: bool = False,
@@ -70,7 +70,7 @@ def generate(
             Text goes through the tokenizer's chat template.
         max_new_tokens: most tokens of the answer, EOS included.
         sampling: how tokens are chosen; greedy by default.
-        acceptance: how drafts are accepted; ``Acceptance("typical")`` is lossy.
+        acceptance: how drafts are accepted, an ``Acceptance`` or the name of its rule; ``typical`` is lossy.
         stop: strings that end the answer.
         logprobs: record the target's log-probability of each token.
         stream: yield ``Progress`` as tokens are committed, with the text that they settle: never half a character, nor
@@ -82,6 +82,11 @@ def generate(
     """
     if max_new_tokens < 1:
         raise InputError("max_new_tokens", max_new_tokens, "give a whole number of at least 1")
+    if sampling.min_new_tokens > max_new_tokens:
+        remedy = f"give at most max_new_tokens, which is {max_new_tokens}"
+        raise InputError("sampling.min_new_tokens", sampling.min_new_tokens, remedy)
+    if isinstance(acceptance, str):
+        acceptance = Acceptance(acceptance)
     request = Request(prompt_ids(target, prompt), max_new_tokens, check_stop(stop), logprobs=logprobs)
     events = _checked(speculative_decode(target, drafter, [request], sampling=sampling, acceptance=acceptance))
     if stream:

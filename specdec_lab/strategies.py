@@ -73,7 +73,7 @@ def named_strategy(name: str, changes: Mapping[str, Any], where: str) -> Strateg
     """
     known = available_strategies()
     if name not in known:
-        raise InputError(where, name, f"there is no strategy of that name{suggest(name, known)}")
+        raise InputError("members", name, f"there is no strategy of that name{suggest(name, known)}")
     text = (resources.files("specdec_lab.conf") / "drafter" / f"{name}.yaml").read_text(encoding="utf-8")
     return plan_strategy(name, {**yaml.safe_load(text), **changes}, where)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import get_original_cwd
 from omegaconf import DictConfig
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,7 +25,7 @@ from specdec_lab.audit.enumeration import TooManyOutcomesError
 from specdec_lab.audit.rules import Siblings, largest_error, rule_of
 from specdec_lab.audit.strategies import OUTCOMES, TOY_SAMPLING, TextCheck, compare_texts, law_error, toy_target
 from specdec_lab.bench.benchmark import threads
-from specdec_lab.bench.command import REFUSED, ROWS_FAILED, plain_config, say, say_error
+from specdec_lab.bench.command import REFUSED, ROWS_FAILED, SUCCESS, JobFailedError, plain_config, say, say_error
 from specdec_lab.bench.console import progress, result_console
 from specdec_lab.bench.files import write_atomically
 from specdec_lab.bench.prompts import PromptSet, load_prompts
@@ -32,7 +34,7 @@ from specdec_lab.bench.settings import TypicalSettings
 from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, validate
 from specdec_lab.decode import Request
 from specdec_lab.drafters.base import Drafter
-from specdec_lab.errors import InputError, SpecdecError, one_line
+from specdec_lab.errors import InputError, SpecdecError, described
 from specdec_lab.provenance import provenance
 from specdec_lab.sampling import SamplingParams
 from specdec_lab.strategies import StrategyPlan, plan_strategy
@@ -41,6 +43,11 @@ from specdec_lab.verify import Acceptance, RuleName
 
 EQUAL_WITHIN = 1e-12
 """Largest total variation of two laws that are one law: what float64 loses in an enumeration."""
+
+ENOUGH_DRAFTS = 100
+"""Fewer drawn drafts than this say little about their law."""
+
+TRACEBACK_HINT = "SPECDEC_LAB_TRACEBACK=1 shows where"
 
 UNLIKELY = 1e-6
 """A true law gives a smaller p-value once in a million audits."""
@@ -56,7 +63,7 @@ class AuditSettings(BaseModel):
     acceptance: RuleName = "rejection"
     typical: TypicalSettings = TypicalSettings()
     cases: PositiveInt = 3
-    max_new_tokens: PositiveInt = 24
+    max_new_tokens: Annotated[int, Field(strict=True, ge=2)] = 24
     batch_size: PositiveInt = 3
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     threads: Threads | None = None
@@ -104,7 +111,8 @@ def audit(plan: AuditPlan, err: Console) -> dict[str, Any]:
     """Run every part of the proof that applies to the strategy.
 
     Returns:
-        The certificate as a mapping; its ``verdict`` is ``lossless``, ``lossy`` (as labelled) or ``failed``.
+        The certificate as a mapping; its ``verdict`` is ``lossless``, ``lossy`` (as labelled), ``failed``, or
+        ``unproved`` where a strategy that draws its drafts drew too few to judge and cannot be made for a toy target.
 
     Raises:
         SpecdecError: the target or the strategy cannot be made, or a request failed.
@@ -123,6 +131,11 @@ def audit(plan: AuditPlan, err: Console) -> dict[str, Any]:
     errors = [part["largest_total_variation"] for part in (*rules, toys) if part["largest_total_variation"] is not None]
     holds = all(error <= EQUAL_WITHIN for error in errors) and all(one["identical"] == one["compared"] for one in texts)
     holds = holds and (draws is None or draws["p_value"] is None or draws["p_value"] > UNLIKELY)
+    verdict = "lossy"
+    if lossless:
+        verdict = "lossless" if holds else "failed"
+        if holds and draws is not None and not toys["laws"] and draws["drafts"] < ENOUGH_DRAFTS:
+            verdict = "unproved"
     return {
         "strategy": plan.strategy.name,
         "config": dict(plan.strategy.parameters),
@@ -130,7 +143,7 @@ def audit(plan: AuditPlan, err: Console) -> dict[str, Any]:
         "target": target.name,
         "dtype": str(target.dtype).removeprefix("torch."),
         "prompts": {"source": plan.prompts.source, "sha256": plan.prompts.sha256, "count": len(plan.prompts.prompts)},
-        "verdict": ("lossless" if holds else "failed") if lossless else "lossy",
+        "verdict": verdict,
         "rules": rules,
         "toy_targets": toys,
         "drawn_drafts": draws,
@@ -266,6 +279,7 @@ def audit_job(config: DictConfig) -> None:
 
     Raises:
         SystemExit: something was refused, or the strategy is not what it says; it has been said.
+        JobFailedError: the same within a sweep, which goes on.
     """
     out, err = result_console(), Console(stderr=True)
     hydra = HydraConfig.get()
@@ -273,12 +287,21 @@ def audit_job(config: DictConfig) -> None:
     with chdir(get_original_cwd()):
         try:
             found = audit(plan_audit(plain_config(config), str(name)), err)
-            path = folder / f"{found['strategy']}.{CERTIFICATE}"
+            path = folder / f"{found['strategy']}.{found['acceptance']}.{CERTIFICATE}"
             write_atomically(path, json.dumps(found, indent=2) + "\n")
-        except (SpecdecError, OSError) as error:
-            say_error(err, str(error) if isinstance(error, SpecdecError) else one_line(error))
-            raise SystemExit(REFUSED) from None
-        out.print(certificate_table(found))
-        say(out, f"certificate: {path}")
-    if found["verdict"] == "failed":
-        raise SystemExit(ROWS_FAILED)
+        except KeyboardInterrupt:
+            say(err, "interrupted; an audit keeps nothing of what it has proved so far")
+            raise
+        except Exception as error:  # of the strategy, which can be anybody's
+            if os.environ.get("SPECDEC_LAB_TRACEBACK"):
+                raise
+            hint = "" if isinstance(error, (SpecdecError, OSError)) else f"{name}: "
+            hint += str(error) if isinstance(error, SpecdecError) else described(error)
+            say_error(err, hint if isinstance(error, (SpecdecError, OSError)) else f"{hint} ({TRACEBACK_HINT})")
+            code = REFUSED
+        else:
+            out.print(certificate_table(found))
+            say(out, f"certificate: {path}")
+            code = ROWS_FAILED if found["verdict"] in ("failed", "unproved") else SUCCESS
+    if code != SUCCESS:
+        raise JobFailedError(code) if hydra.mode is RunMode.MULTIRUN else SystemExit(code)

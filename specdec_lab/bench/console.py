@@ -22,8 +22,9 @@ CAPTION = (
     "tau: emitted tokens per verify round, the target's own (bonus) token included. accepted / proposed: draft tokens "
     "emitted / summed depth of the offered trees. tok/s: emitted tokens over decode time, prefill excluded. speed-up: "
     "ratio of tok/s to the baseline's over the same requests, [95 % bootstrap interval over prompts]; 'cannot tell' "
-    "where the interval holds 1. exact: answers identical to the baseline's + ties within rounding / compared. "
-    "draft / verify: share of decode time in the forwards of drafter and target."
+    "where the interval holds 1. exact: answers identical to the baseline's + ties within rounding / compared; '-' "
+    "where drafts drawn at random keep no more than the law. draft / verify: share of decode time in the forwards of "
+    "drafter and target."
 )
 
 PADDED_CAPTION = " over unpadded: speed-up over the baseline without exact=fixed_shape."
@@ -94,10 +95,10 @@ class _PlainProgress:
 def result_table(summary: Mapping[str, Any]) -> Table:
     """Return the table of a finished run; its caption defines every column."""
     count, turns = summary["prompts"]["count"], summary["prompts"]["turns"]
-    decoding = "greedy" if summary["sampling"]["temperature"] == 0 else f"T={summary['sampling']['temperature']:g}"
     title = (
         f"{summary['target']['name']} ({summary['target']['dtype']}), {count} prompts, {turns} turns x "
-        f"{summary['repeats']}, {summary['max_new_tokens']} new tokens, batch {summary['batch_size']}, {decoding}"
+        f"{summary['repeats']}, {summary['max_new_tokens']} new tokens, batch {summary['batch_size']}, "
+        f"{_decoding(summary)}"
     )
     entries = summary["strategies"]
     padded, failed = summary["exact"] == "fixed_shape", any(entry["failed"] for entry in entries)
@@ -126,6 +127,18 @@ def result_table(summary: Mapping[str, Any]) -> Table:
         extra += [_percent(entry["altered_share"])] if lossy else []
         table.add_row(*_cells(entry), *extra, *([f"{entry['failed']} / {entry['requests']}"] if failed else []))
     return table
+
+
+def _decoding(summary: Mapping[str, Any]) -> str:
+    """Return how tokens were chosen and drafts accepted, as far as it is not the default."""
+    sampling = summary["sampling"]
+    shown = ["greedy" if sampling["temperature"] == 0 else f"T={sampling['temperature']:g}"]
+    shown += [f"{name}={value}" for name, value in sampling.items() if value and name not in ("temperature", "seed")]
+    if summary["acceptance"] != "rejection":
+        shown.append(f"acceptance={summary['acceptance']}")
+    if summary.get("batch_nodes") is not None:
+        shown.append(f"batch_nodes={summary['batch_nodes']}")
+    return ", ".join(shown)
 
 
 def _cells(entry: Mapping[str, Any]) -> Sequence[str]:

@@ -86,19 +86,18 @@ def plan_run(config: Mapping[str, Any]) -> RunPlan:
     settings = validate(BenchmarkSettings, config)
     acceptance = Acceptance(settings.acceptance, settings.typical.epsilon, settings.typical.delta)
     sampling = SamplingParams(**check_arguments(SamplingParams, groups["sampling"], "sampling"))
+    if settings.batch_nodes is not None and settings.batch_nodes < settings.batch_size:
+        remedy = f"give at least batch_size, which is {settings.batch_size}: each row has a root"
+        raise InputError("batch_nodes", settings.batch_nodes, remedy)
     if sampling.min_new_tokens > settings.max_new_tokens:
         remedy = f"give at most max_new_tokens, which is {settings.max_new_tokens}"
         raise InputError("sampling.min_new_tokens", sampling.min_new_tokens, remedy)
     names = choose_strategies(wanted, groups["drafter"])
     nodes = {name: _node(node, f"drafter.{name}") for name, node in groups["drafter"].items()}
-    possible = {
-        name: plan_strategy(
-            name, node, f"drafter.{name}"
-        )  # what is not chosen may be overridden too, and must not be ignored
-        for name, node in nodes.items()
-        if name in names or MISSING not in node.values()
-    }
-    strategies = tuple(possible[name] for name in names)
+    strategies = tuple(plan_strategy(name, nodes[name], f"drafter.{name}") for name in names)
+    for name, node in nodes.items():  # what is not chosen may be overridden too, and must not be ignored
+        if name not in names and MISSING not in node.values():
+            _check_other(name, node)
     tracking = tracking_settings(groups["tracking"])
     if tracking is not None:
         check_tracking(tracking, names)
@@ -160,3 +159,12 @@ def _node(value: Any, where: str) -> Mapping[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise InputError(where, value, f"this is a group of fields; set one of them, as {where}.FIELD=...")
     return value or {}
+
+
+def _check_other(name: str, node: Mapping[str, Any]) -> None:
+    """Check a strategy that will not run; one that cannot even be imported is nobody's concern here."""
+    try:
+        locate(node.get("_target_"), name)
+    except InputError:
+        return
+    plan_strategy(name, node, f"drafter.{name}")

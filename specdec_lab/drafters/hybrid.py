@@ -20,7 +20,7 @@ PRIOR_ACCEPTED, PRIOR_ROUNDS = 0.5, 4.0
 had shown it."""
 
 
-MEMBERS: Mapping[str, Mapping[str, Any]] = {"ngram": {}, "lookahead": {}}
+MEMBERS = ["ngram", "lookahead"]
 """Members by default."""
 
 
@@ -34,7 +34,8 @@ class HybridDrafter(Drafter):
     choice is closed under ancestors.
 
     Args:
-        members: strategies by the names of their files in ``conf/drafter/``, each with the parameters that differ.
+        members: strategies, by the names of their files in ``conf/drafter/``.
+        settings: parameters of members that differ from their files, ``{ngram: {k: 4}}``.
         nodes: most draft tokens of a tree.
         verify_ms: milliseconds of a verify forward by its nodes, ``{1: 35, 8: 40, 16: 50}``; ``None`` measures them on
             the target once, when the first cache is there.
@@ -44,11 +45,12 @@ class HybridDrafter(Drafter):
         self,
         target: Target,
         *,
-        members: Mapping[str, Mapping[str, Any]] = MEMBERS,
+        members: list[str] = MEMBERS,
+        settings: dict[str, dict[str, Any]] | None = None,
         nodes: Annotated[int, Field(ge=1, le=512)] = 16,
         verify_ms: Mapping[int, float] | None = None,
     ) -> None:
-        plans = self._plans(members)
+        plans = self._plans(members, settings)
         super().__init__(target, max_nodes=nodes + 1)
         self.members = [plan.make(target) for plan in plans]
         self.nodes = nodes
@@ -58,20 +60,31 @@ class HybridDrafter(Drafter):
 
     @classmethod
     def check_parameters(
-        cls, *, members: Mapping[str, Mapping[str, Any]], verify_ms: Mapping[int, float] | None, **others: Any
+        cls,
+        *,
+        members: Sequence[str],
+        settings: Mapping[str, Mapping[str, Any]] | None,
+        verify_ms: Mapping[int, float] | None,
+        **others: Any,
     ) -> None:
         """Refuse unknown members, their wrong parameters, and times that cannot be."""
-        cls._plans(members)
+        cls._plans(members, settings)
         if verify_ms is not None:
             VerifyCost(verify_ms)
 
     @staticmethod
-    def _plans(members: Mapping[str, Mapping[str, Any]]) -> list[StrategyPlan]:
+    def _plans(members: Sequence[str], settings: Mapping[str, Mapping[str, Any]] | None) -> list[StrategyPlan]:
         if not members:
-            raise InputError("members", members, "name at least one strategy, as {ngram: {}, lookahead: {}}")
+            raise InputError("members", list(members), "name at least one strategy, as [ngram,lookahead]")
         if "hybrid" in members:
             raise InputError("members", "hybrid", "a hybrid cannot hold itself; name other strategies")
-        plans = [named_strategy(name, changes or {}, f"members.{name}") for name, changes in members.items()]
+        for name in members:
+            if list(members).count(name) > 1:
+                raise InputError("members", name, "this strategy is in the list twice; name it once")
+        for name in settings or {}:
+            if name not in members:
+                raise InputError("settings", name, f"this is none of the members, which are {', '.join(members)}")
+        plans = [named_strategy(name, (settings or {}).get(name, {}), f"settings.{name}") for name in members]
         for plan in plans:
             if plan.drafter_class.draws:  # what was drawn must not be pruned by what was measured
                 raise InputError("members", plan.name, "this strategy can draw its drafts at random; give others")

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from strategies_at_hand import disturbed_copy
 
 from specdec_lab.audit.command import plan_audit
 from specdec_lab.errors import InputError
+from specdec_lab.targets.tiny import load_tiny
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,8 +50,8 @@ def run(folder: Path, *overrides: str, path: str = "") -> subprocess.CompletedPr
 SMALL = ("target=tiny", "cases=1", "prompts.limit=2", "max_new_tokens=10", "batch_size=2")
 
 
-def certificate(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads((folder / "out" / f"{name}.certificate.json").read_text("utf-8"))
+def certificate(folder: Path, name: str, rule: str = "rejection") -> dict[str, Any]:
+    return json.loads((folder / "out" / f"{name}.{rule}.certificate.json").read_text("utf-8"))
 
 
 def test_a_lossless_strategy_gets_its_certificate(tmp_path: Path):
@@ -72,7 +74,7 @@ def test_a_lossless_strategy_gets_its_certificate(tmp_path: Path):
 def test_a_lossy_rule_is_called_lossy(tmp_path: Path):
     done = run(tmp_path, "drafter=ngram", "acceptance=typical", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = certificate(tmp_path, "ngram")
+    found = certificate(tmp_path, "ngram", "typical")
     assert found["verdict"] == "lossy"
     assert found["rules"][0]["largest_total_variation"] > 0.1
     assert found["toy_targets"]["largest_total_variation"] > 0.01
@@ -111,6 +113,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path):
         (["+drafter.q=0"], "drafter.q=0: there is no field"),
         (["acceptance=lucky"], "acceptance='lucky'"),
         (["cases=0"], "cases=0"),
+        (["max_new_tokens=1"], "max_new_tokens=1"),
         (["typical.epsilon=2"], "typical.epsilon=2"),
         (["prompts.path=/no/such/file"], "/no/such/file"),
         (["target.dtype=int3"], "target.dtype='int3'"),
@@ -121,3 +124,26 @@ def test_wrong_input_is_named_before_a_model_is_loaded(overrides: list[str], sen
         config = compose("audit", overrides=["drafter=ngram", "target=tiny", *overrides])
     with pytest.raises(InputError, match=sentence):
         plan_audit(OmegaConf.to_container(config, resolve=True), "ngram")  # type: ignore[arg-type]
+
+
+def test_a_strategy_that_raises_is_one_sentence(tmp_path: Path):
+    """It is named, with what it said; where it happened is shown if asked for."""
+    own = tmp_path / "own"
+    (own / "drafter").mkdir(parents=True)
+    (own / "cheat.py").write_text(CHEAT.replace("law = torch", "raise KeyError('oops')\n        law = torch"))
+    (own / "drafter" / "cheat.yaml").write_text("_target_: cheat.CheatDrafter\n")
+    done = run(tmp_path, "drafter=cheat", f"hydra.searchpath=[file://{own}]", *SMALL, path=str(own))
+    assert done.returncode == 1
+    assert "error: cheat: KeyError: 'oops' (SPECDEC_LAB_TRACEBACK=1 shows where)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_too_few_drawn_drafts_prove_nothing(tmp_path: Path):
+    """A draft model cannot be made for a toy, so its drafts on the real target have to speak for it."""
+    draft = str(disturbed_copy(load_tiny(device="cpu"), tmp_path))
+    few = run(tmp_path, "drafter=draft_model", f"drafter.model={draft}", *SMALL, "max_new_tokens=4")
+    assert few.returncode == 3, few.stdout + few.stderr
+    assert certificate(tmp_path, "draft_model")["verdict"] == "unproved"
+    enough = run(tmp_path, "drafter=draft_model", f"drafter.model={draft}", *SMALL, "max_new_tokens=80")
+    assert enough.returncode == 0, enough.stdout + enough.stderr
+    assert certificate(tmp_path, "draft_model")["verdict"] == "lossless"

@@ -27,7 +27,7 @@ COSTLY = {1: 10.0, 11: 20.0}
 
 
 def hybrid(target: Target, *members: Any, **settings: Any) -> HybridDrafter:
-    drafter = HybridDrafter(target, members={"autoregressive": {}}, **{"verify_ms": FREE, **settings})
+    drafter = HybridDrafter(target, members=["autoregressive"], **{"verify_ms": FREE, **settings})
     drafter.members = list(members)
     return drafter
 
@@ -134,22 +134,32 @@ def test_a_measured_cost_has_every_size(tiny_target: GetTarget):
 @pytest.mark.parametrize("verify_ms", [{}, {2: 5.0}, {1: 0.0}, {0: 1.0, 1: 1.0}, {1: -1.0}])
 def test_times_that_cannot_be_are_refused(verify_ms: dict[int, float]):
     with pytest.raises(InputError) as refused:
-        HybridDrafter.check_parameters(members={"ngram": {}}, verify_ms=verify_ms)
+        HybridDrafter.check_parameters(members=["ngram"], settings=None, verify_ms=verify_ms)
     assert refused.value.field == "verify_ms"
 
 
 @pytest.mark.parametrize(
-    ("members", "field"),
+    ("members", "settings", "field"),
     [
-        ({}, "members"),
-        ({"hybrid": {}}, "members"),
-        ({"ngrams": {}}, "members.ngrams"),
-        ({"ngram": {"k": 0}}, "members.ngram.k"),
-        ({"ngram": {"kk": 1}}, "members.ngram.kk"),
-        ({"draft_model": {}}, "members.draft_model.model"),
+        ([], None, "members"),
+        (["hybrid"], None, "members"),
+        (["ngrams"], None, "members"),
+        (["ngram", "ngram"], None, "members"),
+        (["draft_model"], None, "settings.draft_model.model"),
+        (["draft_model"], {"draft_model": {"model": "somewhere"}}, "members"),
+        (["ngram"], {"lookahead": {}}, "settings"),
+        (["ngram"], {"ngram": {"k": 0}}, "settings.ngram.k"),
+        (["ngram"], {"ngram": {"kk": 1}}, "settings.ngram.kk"),
     ],
 )
-def test_members_that_cannot_be_are_refused_before_a_target_is_there(members: dict[str, Any], field: str):
+def test_members_that_cannot_be_are_refused_before_a_target_is_there(
+    members: list[str], settings: dict[str, dict[str, Any]] | None, field: str
+):
     with pytest.raises(InputError) as refused:
-        HybridDrafter.check_parameters(members=members, verify_ms=None)
+        HybridDrafter.check_parameters(members=members, settings=settings, verify_ms=None)
     assert refused.value.field == field
+
+
+def test_members_take_their_own_parameters(tiny_target: GetTarget):
+    drafter = HybridDrafter(tiny_target(), members=["ngram", "recycling"], settings={"ngram": {"k": 3}})
+    assert [vars(member).get("k") for member in drafter.members] == [3, None]

@@ -164,8 +164,8 @@ class Choices:
         """Take the processed logits of all nodes, ``[nodes, vocab]``, once they have come from the device."""
         self._laws = dict(enumerate(scores.double().softmax(dim=-1)))
 
-    def _drafts(self, node: int) -> list[int]:
-        return [self._tree.tokens[at] for at in self._tree.path_to(node)[1:]]
+    def _drafts(self, node: int) -> Sequence[int]:
+        return self._tree.drafts_to(node)
 
 
 def choices_of_round(

@@ -19,7 +19,7 @@ from specdec_lab.stopping import FinishReason, StopRule
 from specdec_lab.target import Target, TargetOutput
 from specdec_lab.timing import Stopwatch, TimeSplit
 from specdec_lab.tree import DraftTree, chain, first_nodes, root_only, without
-from specdec_lab.verify import REJECTION, Acceptance, Walk, accept, checked_draft_probs
+from specdec_lab.verify import LAW_RULES, REJECTION, Acceptance, Walk, accept, checked_draft_probs
 
 GREEDY = SamplingParams()
 
@@ -346,7 +346,7 @@ def _verifiable(tree: DraftTree, drafter: Drafter, sequence: _Sequence, decider:
                 "acceptance=coupled takes no draft_probs; draw drafts with shared_noise, or use rejection"
             )
         return replace(tree, draft_probs=checked_draft_probs(tree, drafter.target.vocab_size))
-    needs_law = rule in ("rejection", "block") and not decider.processing.sampling.greedy
+    needs_law = rule in LAW_RULES and not decider.processing.sampling.greedy
     if drafter.draws and needs_law and len(tree) > 1:
         raise DrafterError(
             f"it draws its drafts, and acceptance={rule} needs the draft_probs that they were drawn from"

@@ -82,9 +82,7 @@ def generate(
     """
     if max_new_tokens < 1:
         raise InputError("max_new_tokens", max_new_tokens, "give a whole number of at least 1")
-    if sampling.min_new_tokens > max_new_tokens:
-        remedy = f"give at most max_new_tokens, which is {max_new_tokens}"
-        raise InputError("sampling.min_new_tokens", sampling.min_new_tokens, remedy)
+    sampling.check_budget(max_new_tokens)
     if isinstance(acceptance, str):
         acceptance = Acceptance(acceptance)
     request = Request(prompt_ids(target, prompt), max_new_tokens, check_stop(stop), logprobs=logprobs)

@@ -114,6 +114,16 @@ class SamplingParams:
         """Whether the first maximum is taken and no noise is drawn."""
         return self.temperature == 0
 
+    def check_budget(self, max_new_tokens: int) -> None:
+        """Refuse a minimum length that the longest answer does not reach.
+
+        Raises:
+            InputError: it does not.
+        """
+        if self.min_new_tokens > max_new_tokens:
+            remedy = f"give at most max_new_tokens, which is {max_new_tokens}"
+            raise InputError("sampling.min_new_tokens", self.min_new_tokens, remedy)
+
     def record(self) -> dict[str, Any]:
         """Return the parameters as result files state them; functions by their names."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}

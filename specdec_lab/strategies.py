@@ -65,15 +65,19 @@ def plan_strategy(name: str, node: Mapping[str, Any], where: str) -> StrategyPla
     return StrategyPlan(name, drafter_class, checked, where)
 
 
-def named_strategy(name: str, changes: Mapping[str, Any], where: str) -> StrategyPlan:
+def named_strategy(name: str, changes: Mapping[str, Any], where: str, listed_in: str) -> StrategyPlan:
     """Check the strategy of a file in ``conf/drafter/`` with some of its parameters changed.
+
+    Args:
+        where: of the parameters, for messages.
+        listed_in: field that names the strategy, for messages.
 
     Raises:
         InputError: there is no such file, or a field is wrong.
     """
     known = available_strategies()
     if name not in known:
-        raise InputError("members", name, f"there is no strategy of that name{suggest(name, known)}")
+        raise InputError(listed_in, name, f"there is no strategy of that name{suggest(name, known)}")
     text = (resources.files("specdec_lab.conf") / "drafter" / f"{name}.yaml").read_text(encoding="utf-8")
     return plan_strategy(name, {**yaml.safe_load(text), **changes}, where)
 

@@ -26,7 +26,6 @@ class DraftTree:
             temperature and cut-offs, on the target's vocabulary; rows of leaves are not read.
         without_replacement: whether each sibling was drawn from what its elder siblings left of that law, renormalised;
             otherwise siblings are independent draws, which can be equal.
-
         confidence: the strategy's own estimate, per node, that the target's text runs through it, ``[nodes]``; for who
             sizes or compares trees. It has no part in verification, nor in whether two trees are equal.
 
@@ -94,6 +93,14 @@ class DraftTree:
         while path[-1] != 0:
             path.append(self.parents[path[-1]])
         return tuple(reversed(path))
+
+    def drafts_to(self, node: int) -> tuple[int, ...]:
+        """Return the tokens below the root on the path to ``node``, its own included."""
+        return tuple(self.tokens[at] for at in self.path_to(node)[1:])
+
+    def child(self, node: int, token: int) -> int | None:
+        """Return the first child of a node that carries a token, ``None`` if no child does."""
+        return next((at for at in self.children[node] if self.tokens[at] == token), None)
 
     def ancestor_mask(self) -> Tensor:
         """Return ``[nodes, nodes]`` bool, true where the column's node is the row's node or an ancestor of it."""
@@ -178,9 +185,9 @@ def first_nodes(tree: DraftTree, count: int) -> DraftTree:
 
 def find_path(tree: DraftTree, tokens: Iterable[int]) -> int | None:
     """Return the node at the end of a path of tokens below the root, or ``None`` where the tree has no such path."""
-    node = 0
+    node: int | None = 0
     for token in tokens:
-        node = next((child for child in tree.children[node] if tree.tokens[child] == token), -1)
-        if node < 0:
+        node = tree.child(node, token)
+        if node is None:
             return None
     return node

@@ -24,6 +24,10 @@ RuleName = Literal["rejection", "block", "coupled", "typical"]
 Walk = tuple[tuple[int, ...], int]
 """Accepted nodes from the root downwards, root included, and the token that the target adds after the last of them."""
 
+LAW_RULES: tuple[RuleName, ...] = ("rejection", "block")
+"""Rules that accept drawn drafts by their law: they need ``draft_probs``, and share no more than the law with plain
+decoding."""
+
 NORMALISED_WITHIN = 1e-3
 """How far the sum of a draft law may be from 1: softmax in bfloat16 over 150 k tokens is off by less."""
 
@@ -104,7 +108,7 @@ def follow(tree: DraftTree, token_at: Callable[[int], int]) -> Walk:
     path = [0]
     while True:
         token = token_at(path[-1])
-        child = next((node for node in tree.children[path[-1]] if tree.tokens[node] == token), None)
+        child = tree.child(path[-1], token)
         if child is None:
             return tuple(path), token
         path.append(child)

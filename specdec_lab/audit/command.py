@@ -39,7 +39,7 @@ from specdec_lab.provenance import provenance
 from specdec_lab.sampling import SamplingParams
 from specdec_lab.strategies import StrategyPlan, plan_strategy
 from specdec_lab.target import Target
-from specdec_lab.verify import Acceptance, RuleName
+from specdec_lab.verify import LAW_RULES, Acceptance, RuleName
 
 EQUAL_WITHIN = 1e-12
 """Largest total variation of two laws that are one law: what float64 loses in an enumeration."""
@@ -127,12 +127,11 @@ def audit(plan: AuditPlan, err: Console) -> dict[str, Any]:
     with threads(plan.settings.threads, target), enough_memory():
         draws = _draws(plan, target, drafter, err)
         texts = [_text_record(check) for check in _texts(plan, target, drafter, err)]
-    lossless = drafter.lossless and (plan.acceptance.lossless or drafter.max_nodes == 1)
     errors = [part["largest_total_variation"] for part in (*rules, toys) if part["largest_total_variation"] is not None]
     holds = all(error <= EQUAL_WITHIN for error in errors) and all(one["identical"] == one["compared"] for one in texts)
     holds = holds and (draws is None or draws["p_value"] is None or draws["p_value"] > UNLIKELY)
     verdict = "lossy"
-    if lossless:
+    if drafter.lossless_under(plan.acceptance):
         verdict = "lossless" if holds else "failed"
         if holds and draws is not None and not toys["laws"] and draws["drafts"] < ENOUGH_DRAFTS:
             verdict = "unproved"
@@ -156,7 +155,7 @@ def audit(plan: AuditPlan, err: Console) -> dict[str, Any]:
 def _rules(plan: AuditPlan, drafter: Drafter, err: Console) -> list[dict[str, Any]]:
     """Enumerate the acceptance rule on random trees and laws."""
     siblings: tuple[Siblings, ...] = ("fixed",)
-    if drafter.draws and plan.acceptance.rule in ("rejection", "block"):
+    if drafter.draws and plan.acceptance.rule in LAW_RULES:
         siblings = ("with_replacement", "without_replacement")
     found = []
     with progress(err, len(siblings), what="kinds of siblings") as report:
@@ -192,7 +191,7 @@ def _toys(plan: AuditPlan, make: Callable[[Target], Drafter], err: Console) -> d
 
 def _draws(plan: AuditPlan, target: Target, drafter: Drafter, err: Console) -> dict[str, Any] | None:
     """Test on the real target that drawn drafts have the law that is handed on with them."""
-    if not (drafter.draws and plan.acceptance.rule in ("rejection", "block")):
+    if not (drafter.draws and plan.acceptance.rule in LAW_RULES):
         return None
     requests = _requests(plan, target)
     with progress(err, len(requests), what="answers with drawn drafts") as report:
@@ -211,7 +210,7 @@ def _texts(plan: AuditPlan, target: Target, drafter: Drafter, err: Console) -> S
     """Compare texts with plain decoding's; only greedy ones where a strategy shares no more than the law."""
     seed, sizes = plan.settings.seed, dict.fromkeys((1, plan.settings.batch_size))
     samplings = [SamplingParams()]
-    if not (drafter.draws and plan.acceptance.rule in ("rejection", "block")):
+    if not (drafter.draws and plan.acceptance.rule in LAW_RULES):
         samplings += [
             SamplingParams(1.0, seed=seed),
             SamplingParams(0.8, top_k=50, top_p=0.9, seed=seed),

@@ -137,7 +137,7 @@ class LawChoices:
 
     def law(self, node: int) -> Tensor:
         """Return the law after the node's path."""
-        return self._laws[tuple(self._tree.tokens[at] for at in self._tree.path_to(node)[1:])]
+        return self._laws[self._tree.drafts_to(node)]
 
     def token(self, node: int) -> int:
         """Draw the target's own token after a node, once."""

@@ -44,6 +44,7 @@ from specdec_lab.provenance import provenance
 from specdec_lab.sampling import Processing
 from specdec_lab.target import Target
 from specdec_lab.tracking import track_summary
+from specdec_lab.verify import LAW_RULES
 
 log = logging.getLogger(__name__)
 
@@ -176,8 +177,7 @@ def strategy_facts(strategy: Strategy, plan: RunPlan) -> StrategyFacts:
     config = {field: value for field, value in plan.config["drafter"][name].items() if field != "_target_"}
     target_bytes = {"target_weights": strategy.target.weight_bytes, "target_kv": strategy.target.kv_bytes}
     memory = {**target_bytes, **strategy.drafter.memory_bytes()}
-    bends = not plan.acceptance.lossless and strategy.drafter.max_nodes > 1  # no drafts, nothing to bend
-    return StrategyFacts(strategy.name, config, strategy.drafter.lossless and not bends, memory)
+    return StrategyFacts(strategy.name, config, strategy.drafter.lossless_under(plan.acceptance), memory)
 
 
 def fill_exact(requests: RequestLog, strategies: Sequence[Strategy], plan: RunPlan, err: Console) -> None:
@@ -186,7 +186,7 @@ def fill_exact(requests: RequestLog, strategies: Sequence[Strategy], plan: RunPl
     A strategy whose drafts are drawn at random and accepted with their law shares only the law with the baseline, so
     its texts are not compared.
     """
-    shares_noise = plan.sampling.greedy or plan.acceptance.rule not in ("rejection", "block")
+    shares_noise = plan.sampling.greedy or plan.acceptance.rule not in LAW_RULES
     independent = {one.name for one in strategies if one.drafter.draws and not shares_noise}
     baseline = {request_key(row): row for row in _successful(requests, lambda name: name == BASELINE)}
     for row in baseline.values():

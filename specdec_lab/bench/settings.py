@@ -89,9 +89,7 @@ def plan_run(config: Mapping[str, Any]) -> RunPlan:
     if settings.batch_nodes is not None and settings.batch_nodes < settings.batch_size:
         remedy = f"give at least batch_size, which is {settings.batch_size}: each row has a root"
         raise InputError("batch_nodes", settings.batch_nodes, remedy)
-    if sampling.min_new_tokens > settings.max_new_tokens:
-        remedy = f"give at most max_new_tokens, which is {settings.max_new_tokens}"
-        raise InputError("sampling.min_new_tokens", sampling.min_new_tokens, remedy)
+    sampling.check_budget(settings.max_new_tokens)
     names = choose_strategies(wanted, groups["drafter"])
     nodes = {name: _node(node, f"drafter.{name}") for name, node in groups["drafter"].items()}
     strategies = tuple(plan_strategy(name, nodes[name], f"drafter.{name}") for name in names)

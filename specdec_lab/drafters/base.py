@@ -13,7 +13,7 @@ from specdec_lab.noise import Chance, Key, Noise
 from specdec_lab.sampling import SamplingParams
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree
-from specdec_lab.verify import RuleName
+from specdec_lab.verify import Acceptance, RuleName
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,10 @@ class Drafter(ABC):
         Raises:
             NoRoomError: there is not enough memory.
         """
+
+    def lossless_under(self, acceptance: Acceptance) -> bool:
+        """Return whether the target's law is kept under an acceptance rule; without drafts there is nothing to bend."""
+        return self.lossless and (acceptance.lossless or self.max_nodes == 1)
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that the strategy holds: ``draft_weights`` and ``draft_kv``."""

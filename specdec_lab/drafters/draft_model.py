@@ -19,6 +19,7 @@ from specdec_lab.sampling import Processing
 from specdec_lab.target import Target
 from specdec_lab.targets.loading import Attention, Dtype, load_draft
 from specdec_lab.tree import DraftTree, chain, root_only
+from specdec_lab.verify import LAW_RULES
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ class _Growth:
         self.rule: SequenceRule = self.context.state.rule
         self.caught_up = len(self.fed)
         self.frontier, self.reach = [self.caught_up - 1], {self.caught_up - 1: 1.0}
-        self.drawn = not randomness.sampling.greedy and randomness.rule in ("rejection", "block")
+        self.drawn = not randomness.sampling.greedy and randomness.rule in LAW_RULES
         self.coupled = not randomness.sampling.greedy and not self.drawn
         self.chance = self.context.chance()
 

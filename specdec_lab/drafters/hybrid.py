@@ -84,7 +84,8 @@ class HybridDrafter(Drafter):
         for name in settings or {}:
             if name not in members:
                 raise InputError("settings", name, f"this is none of the members, which are {', '.join(members)}")
-        plans = [named_strategy(name, (settings or {}).get(name, {}), f"settings.{name}") for name in members]
+        changes = settings or {}
+        plans = [named_strategy(name, changes.get(name, {}), f"settings.{name}", "members") for name in members]
         for plan in plans:
             if plan.drafter_class.draws:  # what was drawn must not be pruned by what was measured
                 raise InputError("members", plan.name, "this strategy can draw its drafts at random; give others")
@@ -187,10 +188,10 @@ class _Yield:
         """Compare a tree with the tokens that came."""
         node, reached = 0, 0
         for token in text:
-            node = next((child for child in tree.children[node] if tree.tokens[child] == token), -1)
-            if node < 0:
+            child = tree.child(node, token)
+            if child is None:
                 break
-            reached += 1
+            node, reached = child, reached + 1
         for depth in range(1, min(tree.depth, len(text)) + 1):  # deeper, nobody knows what would have come
             self.offered[depth] = self.offered.get(depth, 0.0) + 1
             self.right[depth] = self.right.get(depth, 0.0) + (reached >= depth)

@@ -285,7 +285,7 @@ def _strategies(bench: Bench) -> tuple[Table, Any]:
 
 def _drafters(bench: Bench) -> dict[str, Drafter]:
     names = dict.fromkeys(("autoregressive", *bench.settings.strategies))
-    return {name: named_strategy(name, {}, f"strategies.{name}").make(bench.target) for name in names}
+    return {name: named_strategy(name, {}, f"strategies.{name}", "strategies").make(bench.target) for name in names}
 
 
 def _lookahead(bench: Bench) -> tuple[Table, Any]:

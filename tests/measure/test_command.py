@@ -59,3 +59,9 @@ def test_a_wrong_part_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "parts" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_strategy_that_is_not_there_is_named_as_it_was_given(tmp_path: Path) -> None:
+    done = measure(tmp_path, "parts=[strategies]", "strategies=[ngramm]")
+    assert done.returncode == 1
+    assert "strategies='ngramm': there is no strategy of that name (did you mean ngram?)" in done.stderr

@@ -17,7 +17,7 @@ TORCH_PIP_FLAGS ?=
 export HF_HUB_OFFLINE ?= 1
 export HF_DATASETS_OFFLINE ?= 1
 
-.PHONY: help install demo test test-all test-compat check format bench clean
+.PHONY: help install demo test test-all test-compat check format bench heads clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -25,9 +25,8 @@ help:  ## list the targets
 
 install: $(INSTALLED)  ## make the virtual environment .venv
 
-demo: $(INSTALLED)  ## compare two strategies on SmolLM2-135M with 24 prompts; results in outputs/demo
-	$(VENV)/bin/python scripts/benchmark.py strategies=[autoregressive,ngram] prompts.limit=24 max_new_tokens=48 \
-		hydra.run.dir=outputs/demo overwrite=true
+demo: $(INSTALLED)  ## compare all strategies on SmolLM2-135M with 24 prompts; results in outputs/demo
+	$(VENV)/bin/python scripts/benchmark.py prompts.limit=24 max_new_tokens=48 hydra.run.dir=outputs/demo overwrite=true
 
 test: $(INSTALLED)  ## the tests, without the slow ones
 	$(VENV)/bin/python -m pytest
@@ -49,6 +48,20 @@ format: $(INSTALLED)  ## let the formatter and the linter mend what they can
 
 bench: $(INSTALLED)  ## the speed figures of docs/performance.md (about 75 minutes); PROMPTS=file.jsonl for other prompts
 	$(VENV)/bin/python scripts/measure.py $(if $(PROMPTS),prompts.path=$(PROMPTS))
+
+# Every stage goes on where it was interrupted. On a GPU add TRAIN_FLAGS='target.device=cuda precision=bf16'.
+HEADS := medusa eagle eagle3 draft_model
+TRAIN_FLAGS ?=
+RESPONSES := outputs/heads/responses
+heads: $(INSTALLED)  ## make the shipped heads again from HEAD_PROMPTS=prompts.jsonl (hours on a CPU)
+	@test -n "$(HEAD_PROMPTS)" || { echo "name the prompts to train on: make heads HEAD_PROMPTS=prompts.jsonl"; exit 1; }
+	$(VENV)/bin/python scripts/generate_responses.py prompts.paths=[$(HEAD_PROMPTS)] samples=[0,1] \
+		hydra.run.dir=$(RESPONSES) resume=true
+	for head in $(HEADS); do \
+		$(VENV)/bin/python scripts/train.py head=$$head recipe=smollm2_$$head data.responses=[$(RESPONSES)] \
+			data.prompts=[$(HEAD_PROMPTS)] hydra.run.dir=outputs/heads/$$head resume=true $(TRAIN_FLAGS) || exit 1; \
+	done
+	$(VENV)/bin/python scripts/ship_head.py $(addprefix outputs/heads/,$(HEADS))
 
 clean:  ## remove the virtual environments, caches and build products; results in outputs/ and multirun/ stay
 	rm -rf $(VENV) $(COMPAT) dist build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from specdec_lab.errors import InputError
@@ -60,6 +60,21 @@ class VerifyCost:
                 return low + (high - low) * (nodes - few) / (many - few)
         most, last = self.points[-1]
         return last * max(nodes, most) / most
+
+    def worth(self, values: Sequence[float], other_ms: float = 0.0) -> int:
+        """Return how many of the best drafts give the most expected tokens per time.
+
+        Args:
+            values: probability that the text runs through each draft, the best first.
+            other_ms: milliseconds of a round besides its verify forward.
+        """
+        best, best_rate, expected = 0, 1 / (other_ms + self.of(1)), 1.0
+        for count, value in enumerate(values, start=1):
+            expected += value
+            rate = expected / (other_ms + self.of(1 + count))
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
 
 
 def measure_verify_cost(target: Target, most: int, history: int = 64, repeats: int = 5) -> VerifyCost:

@@ -428,6 +428,38 @@ class Target:
             self._lengths[row] = start + len(path)
         self._pending = {}
 
+    # --- whole texts ------------------------------------------------------------------------------------------------
+
+    def states(self, ids: Tensor, lengths: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
+        """Run whole texts side by side and return their hidden states, as a head is trained on them.
+
+        The cache is neither used nor changed. The result is no tensor of inference mode, so that autograd can keep it.
+
+        Args:
+            ids: texts padded on the right, ``[rows, tokens]``; what stands in the padding has no influence.
+            lengths: tokens of each row without padding, ``[rows]``, at least 1.
+            layers: hidden states to return, counted as ``Drafter.feature_layers`` counts them.
+
+        Returns:
+            ``{layer: [rows, tokens, hidden]}`` on the model's devices, zero in the padding.
+
+        Raises:
+            NoRoomError: the texts are longer than the model has positions for.
+        """
+        rows, width = ids.shape
+        if self.max_length is not None and width > self.max_length:
+            raise NoRoomError(f"a text of {width} tokens is longer than the model's {self.max_length} positions")
+        at = torch.arange(width, device=ids.device)
+        padding = at >= lengths.to(ids.device)[:, None]  # [rows, tokens]
+        tokens = torch.where(padding, ids[:, :1], ids)  # padding is a token of the row's own text, as in _forward
+        kept = {"logits_to_keep": 1} if self._can_keep_logits else {}
+        with torch.inference_mode():
+            masks = self._text_masks(rows, width)
+            _, features = self._run(tokens, at.expand(rows, width), masks, layers, use_cache=False, **kept)
+        return {
+            layer: states.masked_fill(padding[:, :, None].to(states.device), 0) for layer, states in features.items()
+        }
+
     # --- one forward ------------------------------------------------------------------------------------------------
 
     def _forward(
@@ -461,20 +493,29 @@ class Target:
         if last_logits_only and self._can_keep_logits:
             kept["logits_to_keep"] = torch.tensor([len(trees[first]) - 1], device=self.device)
         self.cache.aim(first, [self._lengths[row] if row in trees else None for row in range(first, last)], visible)
+        cached = {"use_cache": True, self._cache_argument: self.cache}
+        logits, features = self._run(tokens, positions, masks, feature_layers, **cached, **kept)
+        if last_logits_only and not self._can_keep_logits:
+            logits = logits[:, len(trees[first]) - 1 : len(trees[first])]
+        return logits, features
+
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        masks: Tensor | dict[str, Tensor],
+        feature_layers: Sequence[int],
+        **arguments: Any,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Call the model and return its logits and features: decoding and training read hidden states here alone."""
         output = self.model(
             input_ids=tokens.to(self.device),
             position_ids=positions.to(self.device),
             attention_mask=masks,
-            use_cache=True,
             output_hidden_states=bool(feature_layers),
-            **{self._cache_argument: self.cache},
-            **kept,
+            **arguments,
         )
-        features = {layer: output.hidden_states[layer] for layer in feature_layers}
-        logits = output.logits
-        if last_logits_only and not self._can_keep_logits:
-            logits = logits[:, len(trees[first]) - 1 : len(trees[first])]
-        return logits, features
+        return output.logits, {layer: output.hidden_states[layer] for layer in feature_layers}
 
     def _masks(
         self, starts: Sequence[int], blocks: Sequence[Tensor | None], positions: Tensor, visible: int
@@ -499,12 +540,29 @@ class Target:
             masks[kind] = mask.repeat(1, self._groups, 1)[:, None].to(self.device)  # [rows, 1, groups * width, visible]
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
+    def _text_masks(self, rows: int, width: int) -> Tensor | dict[str, Tensor]:
+        """Return the masks of whole texts side by side, ``[rows, 1, width, width]``; all rows share one in memory.
+
+        Padding stands behind a text, where causal attention does not look, so that the mask need not know of it.
+        """
+        if self._attends_causally:
+            return causal_mark(self.device)
+        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        masks = self._masks([0], [causal], torch.arange(width)[None], width)
+        if isinstance(masks, Tensor):
+            return masks.expand(rows, -1, -1, -1)
+        return {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
+
+    @property
+    def _attends_causally(self) -> bool:
+        """Whether a text that starts in an empty row needs no mask."""
+        windowed = any(window is not None for window in self._windows.values())
+        return self.model.config._attn_implementation == PACKED_ATTENTION and not windowed
+
     @property
     def _prefills_causally(self) -> bool:
         """Whether a prompt's first chunk can run without a mask."""
-        windowed = any(window is not None for window in self._windows.values())
-        packed = self.model.config._attn_implementation == PACKED_ATTENTION
-        return self.exact == "off" and packed and not windowed
+        return self.exact == "off" and self._attends_causally
 
     def _padded_nodes(self, nodes: int) -> int:
         if self.exact == "off":

@@ -183,6 +183,36 @@ def first_nodes(tree: DraftTree, count: int) -> DraftTree:
     return DraftTree(tree.tokens[:count], tree.parents[:count], confidence=sure)
 
 
+def best_nodes(
+    tokens: Sequence[int], parents: Sequence[int], values: Sequence[float], count: int
+) -> tuple[DraftTree, tuple[int, ...]]:
+    """Return the tree of the most valuable drafts, and which nodes they were; the root stays first.
+
+    Values do not rise along a path, and a parent stands before its child, so that the choice is closed under ancestors.
+
+    Args:
+        tokens: of all candidates, root first, ``[candidates]``.
+        parents: of all candidates, ``[candidates]``.
+        values: the probability that the text runs through each, ``[candidates]``.
+        count: most drafts to keep.
+
+    Raises:
+        ValueError: a value above its parent's.
+    """
+    for node in range(1, len(tokens)):
+        if values[node] > values[parents[node]]:
+            raise ValueError(f"node {node} is worth {values[node]}, more than its parent's {values[parents[node]]}")
+    ranked = sorted(range(1, len(tokens)), key=lambda node: (-values[node], node))[:count]
+    kept = (0, *sorted(ranked))
+    place = {node: at for at, node in enumerate(kept)}
+    tree = DraftTree(
+        tuple(tokens[node] for node in kept),
+        (-1, *(place[parents[node]] for node in kept[1:])),
+        confidence=tuple(values[node] for node in kept),
+    )
+    return tree, kept
+
+
 def find_path(tree: DraftTree, tokens: Iterable[int]) -> int | None:
     """Return the node at the end of a path of tokens below the root, or ``None`` where the tree has no such path."""
     node: int | None = 0

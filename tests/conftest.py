@@ -27,6 +27,7 @@ torch.set_num_threads(1)  # tiny models lose time to a second thread
 
 
 @cache
+@torch.inference_mode(False)  # whoever asks first: others may want gradients
 def _target(architecture: str, exact: Exact) -> Target:
     return Target(tiny_model(architecture), name=architecture, exact=exact)
 

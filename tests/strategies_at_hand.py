@@ -1,4 +1,4 @@
-"""Every strategy of ``conf/drafter/`` as it is configured there, with a value for what its YAML leaves open."""
+"""Every strategy of ``conf/drafter/`` as it is configured there, with a stand-in for what is shipped with the package."""
 
 from __future__ import annotations
 
@@ -14,20 +14,27 @@ from omegaconf import OmegaConf
 
 from specdec_lab.audit.toy import IMPOSSIBLE_LOGIT
 from specdec_lab.drafters.base import Drafter
+from specdec_lab.heads.shipped import SHIPPED
 from specdec_lab.target import Target
+from heads_at_hand import eagle3_head, eagle_head, medusa_heads
+
+HEADS = {"medusa": medusa_heads, "eagle": eagle_head, "eagle3": eagle3_head}
 
 Make = Callable[[Target], Drafter]
 
 
 def maker(name: str, folder: Path, **changes: object) -> Make:
-    """Return ``target -> drafter``; a draft model that has to be named is a disturbed copy of the target."""
+    """Return ``target -> drafter``; a draft model is a disturbed copy of the target, a head untrained."""
     text = (resources.files("specdec_lab.conf") / "drafter" / f"{name}.yaml").read_text(encoding="utf-8")
 
     def make(target: Target) -> Drafter:
         config = OmegaConf.create(text)
-        if OmegaConf.is_missing(config, "model"):
+        given: dict[str, object] = {}
+        if config.get("model") == SHIPPED:
             config.model = str(disturbed_copy(target, folder, 1.0 if target.name == "toy" else 0.1))
-        drafter = instantiate(OmegaConf.merge(config, changes), target=target)
+        if config.get("head") == SHIPPED:
+            given["head"] = HEADS[config.get("kind", "medusa")](target)
+        drafter = instantiate(OmegaConf.merge(config, changes), target=target, **given)
         assert isinstance(drafter, Drafter)
         if not drafter.lossless:
             pytest.skip(f"{name} says that it is not lossless")

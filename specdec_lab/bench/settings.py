@@ -13,6 +13,7 @@ from specdec_lab.bench.prompts import PromptSet, load_prompts
 from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, suggest, validate
 from specdec_lab.errors import InputError
 from specdec_lab.sampling import SamplingParams
+from specdec_lab.heads.shipped import SHIPPED, is_shipped
 from specdec_lab.strategies import StrategyPlan, plan_strategy, without_target
 from specdec_lab.target import Exact, Target
 from specdec_lab.tracking import TrackingSettings, check_tracking, tracking_settings
@@ -90,8 +91,10 @@ def plan_run(config: Mapping[str, Any]) -> RunPlan:
         remedy = f"give at least batch_size, which is {settings.batch_size}: each row has a root"
         raise InputError("batch_nodes", settings.batch_nodes, remedy)
     sampling.check_budget(settings.max_new_tokens)
-    names = choose_strategies(wanted, groups["drafter"])
+    names = choose_strategies(wanted, groups["drafter"], groups["target"].get("model"))
     nodes = {name: _node(node, f"drafter.{name}") for name, node in groups["drafter"].items()}
+    for name in names:
+        _refuse_unshipped(name, nodes[name], groups["target"].get("model"))
     strategies = tuple(plan_strategy(name, nodes[name], f"drafter.{name}") for name in names)
     for name, node in nodes.items():  # what is not chosen may be overridden too, and must not be ignored
         if name not in names and MISSING not in node.values():
@@ -118,19 +121,23 @@ def plan_run(config: Mapping[str, Any]) -> RunPlan:
     )
 
 
-def choose_strategies(wanted: Sequence[str] | None, drafters: Mapping[str, Any]) -> tuple[str, ...]:
+def choose_strategies(
+    wanted: Sequence[str] | None, drafters: Mapping[str, Any], target_model: str | None = None
+) -> tuple[str, ...]:
     """Return the names of the strategies to run, the baseline first.
 
     Args:
-        wanted: names of files in ``conf/drafter/``; ``None`` takes every strategy whose needs are met, that is, none
-            of whose parameters is left open (``???``).
+        wanted: names of files in ``conf/drafter/``; ``None`` takes every strategy whose needs are met: none of its
+            parameters is left open (``???``), and a head that is to be ``shipped`` is there for the target.
         drafters: the ``drafter`` node.
+        target_model: ``model`` of the target's configuration.
 
     Raises:
         InputError: an unknown name, one given twice, or nothing to choose from.
     """
     if wanted is None:
-        wanted = [name for name, node in drafters.items() if MISSING not in _node(node, f"drafter.{name}").values()]
+        nodes = {name: _node(node, f"drafter.{name}") for name, node in drafters.items()}
+        wanted = [name for name, node in nodes.items() if _needs_are_met(name, node, target_model)]
     if isinstance(wanted, str):
         raise InputError("strategies", wanted, f"give a list, as strategies=[{wanted}]")
     for name in wanted:
@@ -139,6 +146,18 @@ def choose_strategies(wanted: Sequence[str] | None, drafters: Mapping[str, Any])
         if list(wanted).count(name) > 1:
             raise InputError("strategies", name, "this strategy is in the list twice; name it once")
     return (BASELINE, *(name for name in wanted if name != BASELINE))
+
+
+def _refuse_unshipped(name: str, node: Mapping[str, Any], target_model: str | None) -> None:
+    for field, value in node.items():
+        if value == SHIPPED and not is_shipped(node.get("kind", name), target_model):
+            remedy = f"none comes with the package for the target {target_model}; train one, or give a folder or hub id"
+            raise InputError(f"drafter.{name}.{field}", value, remedy)
+
+
+def _needs_are_met(name: str, node: Mapping[str, Any], target_model: str | None) -> bool:
+    values = list(node.values())
+    return MISSING not in values and (SHIPPED not in values or is_shipped(node.get("kind", name), target_model))
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -12,13 +12,16 @@ from pydantic import Field
 from torch import Tensor
 
 from specdec_lab.choices import SequenceRule, processed
-from specdec_lab.cost import best_chain_length
+from specdec_lab.cost import VerifyCost, best_chain_length, measure_verify_cost
 from specdec_lab.drafters.base import DraftContext, Drafter
 from specdec_lab.errors import InputError
+from specdec_lab.heads.draft_lm import DraftLM
+from specdec_lab.heads.draft_lm_files import is_draft_model, load_draft_model
+from specdec_lab.heads.shipped import SHIPPED, head_source
 from specdec_lab.sampling import Processing
 from specdec_lab.target import Target
 from specdec_lab.targets.loading import Attention, Dtype, load_draft
-from specdec_lab.tree import DraftTree, chain, root_only
+from specdec_lab.tree import DraftTree, best_nodes, chain, root_only
 from specdec_lab.verify import LAW_RULES
 
 log = logging.getLogger(__name__)
@@ -35,12 +38,23 @@ class DraftModelDrafter(Drafter):
     temperature, cut-offs and penalties as the target's. Sampled and ``coupled``: the maxima of the draft's
     log-probabilities plus the target's own noise.
 
+    A picked tree grows level by level: the ``width`` candidates that the draft's probabilities multiply up to the most
+    get ``branches`` children each, and of all candidates the ``nodes`` best are offered, as many as the time of a
+    verify forward makes worth while. A drawn tree is ``branches`` chains, offered whole, since to choose among drawn
+    tokens would change the law of the rest.
+
     Args:
-        model: hub id, folder or ``.gguf`` file of a causal LM with the target's tokenizer.
+        model: hub id, folder or ``.gguf`` file of a causal LM with the target's tokenizer, or a folder that was trained
+            from the target; ``shipped`` for that of the default target.
         k: deepest draft.
-        branches: children of the root; deeper nodes have one child each. 1 is a chain.
+        branches: children of a candidate that is expanded; of drawn ones the root alone has more than one child. 1 is a
+            chain.
+        width: candidates that are expanded at a level of a picked tree.
+        nodes: most draft tokens of a picked tree; ``None``: as many as the other settings give.
         min_probability: drafting along a path stops once the product of the draft's probabilities falls below this; a
             token that was drawn stays. 0 always drafts ``k``.
+        verify_ms: milliseconds of the target's verify forward by its nodes, ``{1: 35, 8: 40}``; with them a picked tree
+            is cut to what is worth while. ``None`` measures them once if the tree branches.
         cost: time of one draft forward over one target forward, as measured; then the depth of each round is the best
             for the acceptance seen so far in the sequence, at most ``k``. ``None`` always takes ``k``.
         dtype: as for the target; ``auto`` is the target's own.
@@ -56,10 +70,13 @@ class DraftModelDrafter(Drafter):
         self,
         target: Target,
         *,
-        model: str,
+        model: str | DraftLM = SHIPPED,
         k: Annotated[int, Field(ge=1, le=64)] = 4,
         branches: Annotated[int, Field(ge=1, le=32)] = 1,
+        width: Annotated[int, Field(ge=1, le=32)] = 1,
+        nodes: Annotated[int, Field(ge=1, le=512)] | None = None,
         min_probability: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+        verify_ms: Mapping[int, float] | None = None,
         cost: Annotated[float, Field(gt=0)] | None = None,
         dtype: Dtype = "auto",
         device: str = "auto",
@@ -67,24 +84,36 @@ class DraftModelDrafter(Drafter):
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        super().__init__(target, max_nodes=1 + branches * k)
-        self.k, self.branches, self.min_probability, self.cost = k, branches, min_probability, cost
-        self.draft = load_draft(target, model, dtype, device, attention, revision, trust_remote_code)
+        grown = branches + width * branches * (k - 1)  # candidates of all levels
+        super().__init__(target, max_nodes=1 + max(min(grown, nodes or grown), branches * k))
+        self.k, self.branches, self.width, self.nodes = k, branches, width, nodes or grown
+        self.min_probability, self.cost = min_probability, cost
+        self.verify_cost = None if verify_ms is None else VerifyCost(verify_ms)
+        self.made = _made_from_target(target, model)
+        if self.made is None:
+            assert isinstance(model, str)
+            self.draft = load_draft(target, model, dtype, device, attention, revision, trust_remote_code)
+        else:
+            self.draft = self.made.served(target)
         used = self.draft.vocab_size if target.tokenizer is None else 1 + max(target.tokenizer.get_vocab().values())
         self.common_vocab = min(target.vocab_size, self.draft.vocab_size, used)
         self._warned = False
 
     @classmethod
-    def check_parameters(cls, *, model: str, **others: Any) -> None:
-        """Refuse an empty model name; what it names is looked at when the target is there."""
+    def check_parameters(cls, *, model: str | DraftLM, verify_ms: Mapping[int, float] | None, **others: Any) -> None:
+        """Refuse an empty model name and times that cannot be; what it names is looked at when the target is there."""
         if not model:
             raise InputError("model", model, "give a hub id, a folder or a .gguf file of a causal LM")
+        if verify_ms is not None:
+            VerifyCost(verify_ms)
 
     def allocate(self, rows: int, tokens: int) -> None:
         """Make room in the draft's own cache, which holds one round's tree behind the committed tokens."""
         limit = self.draft.max_length
         tokens = tokens if limit is None else min(tokens, limit)
-        self.draft.allocate(rows, tokens, 2 * self.k + self.max_nodes + 2)
+        self.draft.allocate(rows, tokens, 2 * self.k + max(self.max_nodes, self.branches * self.width * self.k) + 2)
+        if self.verify_cost is None and self.branches * self.width > 1:
+            self.verify_cost = measure_verify_cost(self.target, self.max_nodes)
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of the draft's weights and cache."""
@@ -148,9 +177,29 @@ class DraftModelDrafter(Drafter):
 
     def aligned(self, logits: Tensor) -> Tensor:
         """Return the draft's logits on the target's ids, ``[nodes, target vocab]``; ids without a token get -inf."""
+        if self.made is not None:
+            return self.made.vocabulary.scatter(logits, float("-inf"))
         wide = logits.new_full((logits.shape[0], self.target.vocab_size), float("-inf"))
         wide[:, : self.common_vocab] = logits[:, : self.common_vocab]
         return wide
+
+    def likeliest(self, logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
+        """Return the likeliest tokens and their chances, ``[nodes][count]``, of logits ``[nodes, draft_vocab]``."""
+        rows = (logits if self.made is not None else logits[:, : self.common_vocab]).float()
+        best = rows.softmax(dim=-1).topk(min(count, rows.shape[-1]), dim=-1)
+        ids = best.indices.cpu() if self.made is None else self.made.vocabulary.token_ids[best.indices.cpu()]
+        return [
+            [(token, chance) for token, chance in zip(tokens, chances, strict=True) if chance > 0]
+            for tokens, chances in zip(ids.tolist(), best.values.tolist(), strict=True)
+        ]
+
+
+def _made_from_target(target: Target, model: str | DraftLM) -> DraftLM | None:
+    """Return a draft that was trained from the target, or ``None`` if the model is one of its own."""
+    if isinstance(model, DraftLM):
+        return model
+    source = head_source("draft_model", model, target, field="model")
+    return load_draft_model(source, target)[0] if is_draft_model(source) else None
 
 
 @dataclass
@@ -182,7 +231,11 @@ class _Growth:
     """One row's tree while it is drafted.
 
     Attributes:
-        fed: the tree that the draft runs: committed tokens that its cache lacks, then the drafts.
+        fed: the tree that the draft runs: committed tokens that its cache lacks, then the candidates that are expanded.
+        tokens: of all candidates, the root first; ``parents`` and ``reach`` go with it.
+        reach: the draft's probabilities multiplied along the path.
+        place: node of ``fed`` of each candidate that is run.
+        laws: of the candidates whose children were drawn.
     """
 
     context: DraftContext
@@ -191,67 +244,104 @@ class _Growth:
     drafter: DraftModelDrafter
     finished: bool = False
     caught_up: int = 0
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=lambda: [-1])
+    reach: list[float] = field(default_factory=lambda: [1.0])
+    place: dict[int, int] = field(default_factory=dict)
     laws: dict[int, Tensor] = field(default_factory=dict)
-    reach: dict[int, float] = field(default_factory=dict)
-    frontier: list[int] = field(default_factory=list)
+    frontier: list[int] = field(default_factory=lambda: [0])
     level: int = 0
 
     def __post_init__(self) -> None:
         randomness = self.context.randomness
         self.rule: SequenceRule = self.context.state.rule
         self.caught_up = len(self.fed)
-        self.frontier, self.reach = [self.caught_up - 1], {self.caught_up - 1: 1.0}
+        self.tokens, self.place = [self.fed.tokens[-1]], {0: self.caught_up - 1}
         self.drawn = not randomness.sampling.greedy and randomness.rule in LAW_RULES
         self.coupled = not randomness.sampling.greedy and not self.drawn
         self.chance = self.context.chance()
 
     def extend(self, logits: Tensor, drafter: DraftModelDrafter) -> None:
-        """Add one level below the frontier, from the draft's logits at every node it was fed, ``[nodes, vocab]``."""
+        """Add one level below the frontier, from the draft's logits at every node it was fed, ``[fed, vocab]``."""
         self.level += 1
-        tokens, parents = list(self.fed.tokens), list(self.fed.parents)
-        frontier: list[int] = []
-        for node in self.frontier:
-            ids = self.rule.history(self._drafts(node))
-            scores = processed(drafter.aligned(logits[node : node + 1]), ids, self.rule.processors)[0]
-            law = scores.double().softmax(dim=-1).cpu()
-            for token in self._children(scores, law, node, drafter.branches if self.level == 1 else 1):
-                reach = self.reach[node] * float(law[token])
+        rows = logits[torch.tensor([self.place[node] for node in self.frontier], device=logits.device)]
+        count = drafter.branches if self.level == 1 or not self.drawn else 1
+        plain = not (self.drawn or self.coupled or self.rule.processors)
+        chosen = drafter.likeliest(rows, count) if plain else self._processed(rows, count)
+        born: list[int] = []
+        for node, children in zip(self.frontier, chosen, strict=True):
+            for token, chance in children:
+                reach = self.reach[node] * chance
                 if not self.drawn and reach < drafter.min_probability:
                     continue
-                child = len(tokens)
-                tokens.append(token)
-                parents.append(node)
-                self.reach[child] = reach
-                if reach >= drafter.min_probability and token not in drafter.target.eos_ids:
-                    frontier.append(child)
-            self.laws[node] = law
-        self.fed, self.frontier = DraftTree(tuple(tokens), tuple(parents)), frontier
-        self.finished = not frontier or self.level == self.depth
+                born.append(len(self.tokens))
+                self.tokens.append(token)
+                self.parents.append(node)
+                self.reach.append(reach)
+        self._choose(born, drafter)
 
-    def _children(self, scores: Tensor, law: Tensor, node: int, count: int) -> list[int]:
-        """Return distinct tokens to follow a node."""
+    def _processed(self, rows: Tensor, count: int) -> list[list[tuple[int, float]]]:
+        """Return the children of each node of the frontier under the target's own processors, each with its history."""
+        chosen = []
+        for node, row in zip(self.frontier, rows, strict=True):
+            ids = self.rule.history(self._drafts(node))
+            scores = processed(self.drafter.aligned(row[None]), ids, self.rule.processors)[0]
+            law = scores.double().softmax(dim=-1).cpu()
+            chosen.append(self._children(scores, law, count))
+            if self.drawn:
+                self.laws[node] = law
+        return chosen
+
+    def _choose(self, born: Sequence[int], drafter: DraftModelDrafter) -> None:
+        """Choose which of the new candidates are expanded; drawn ones all are, as far as there is hope."""
+        eos_ids = drafter.target.eos_ids
+        open_ones = [at for at in born if self.reach[at] >= drafter.min_probability and self.tokens[at] not in eos_ids]
         if not self.drawn:
-            if self.coupled:
-                noise = self.context.shared_noise(self.level, scores.shape[0])
-                scores = scores + noise.to(scores.device)
-            best = scores.topk(min(count, scores.shape[0]))
-            return [int(token) for token in best.indices if bool(scores[token].isfinite())]
-        rest, drawn = law.clone(), []
-        while len(drawn) < count and float(rest.sum()) > 0:
-            drawn.append(self.chance.draw(rest))
-            rest[drawn[-1]] = 0
-        return drawn
+            open_ones = sorted(open_ones, key=lambda at: -self.reach[at])[: drafter.width]
+        self.finished = not open_ones or self.level == self.depth
+        if self.finished:
+            return
+        fed_tokens, fed_parents = list(self.fed.tokens), list(self.fed.parents)
+        for at in open_ones:
+            self.place[at] = len(fed_tokens)
+            fed_tokens.append(self.tokens[at])
+            fed_parents.append(self.place[self.parents[at]])
+        self.fed, self.frontier = DraftTree(tuple(fed_tokens), tuple(fed_parents)), open_ones
+
+    def _children(self, scores: Tensor, law: Tensor, count: int) -> list[tuple[int, float]]:
+        """Return distinct tokens to follow a node, each with the probability that it is right, as the draft sees it.
+
+        With the target's own noise at hand that is a matter of the noise too: the softmax of both serves as a measure.
+        """
+        if self.drawn:
+            rest, drawn = law.clone(), []
+            while len(drawn) < count and float(rest.sum()) > 0:
+                drawn.append(self.chance.draw(rest))
+                rest[drawn[-1]] = 0
+            return [(token, float(law[token])) for token in drawn]
+        if self.coupled:
+            noise = self.context.shared_noise(self.level, scores.shape[0])
+            scores = scores + noise.to(scores.device)
+            law = scores.double().softmax(dim=-1).cpu()
+        best = scores.topk(min(count, scores.shape[0])).indices.tolist()
+        return [(token, float(law[token])) for token in best if float(law[token]) > 0]
 
     def _drafts(self, node: int) -> list[int]:
-        return [self.fed.tokens[at] for at in self.fed.path_to(node) if at >= self.caught_up]
+        drafts: list[int] = []
+        while node:
+            drafts.append(self.tokens[node])
+            node = self.parents[node]
+        return drafts[::-1]
 
     def tree(self) -> DraftTree:
         """Return the drafts under their root, the last committed token."""
-        shift = self.caught_up - 1
-        tokens = self.fed.tokens[shift:]
-        parents = (-1, *(parent - shift for parent in self.fed.parents[self.caught_up :]))
-        if not self.drawn or len(tokens) == 1:
-            return DraftTree(tokens, parents, confidence=tuple(self.reach[node + shift] for node in range(len(tokens))))
+        if len(self.tokens) == 1:
+            return root_only(self.tokens[0])
+        if not self.drawn:
+            count, cost = self.drafter.nodes, self.drafter.verify_cost
+            if cost is not None:
+                count = max(1, cost.worth(sorted(self.reach[1:], reverse=True)[:count]))
+            return best_nodes(self.tokens, self.parents, self.reach, count)[0]
         nothing = torch.zeros_like(next(iter(self.laws.values())))
-        laws = torch.stack([self.laws.get(node + shift, nothing) for node in range(len(tokens))])
-        return DraftTree(tokens, parents, laws, without_replacement=True)
+        laws = torch.stack([self.laws.get(node, nothing) for node in range(len(self.tokens))])
+        return DraftTree(tuple(self.tokens), tuple(self.parents), laws, without_replacement=True)

@@ -135,19 +135,8 @@ class HybridDrafter(Drafter):
         for text in sorted(values, key=len):  # two members can agree on a child and not on its parent's other children
             values[text] = min(values[text], values[text[:-1]] if len(text) > 1 else 1.0)
         ranked = sorted(values, key=lambda text: (-values[text], len(text)))[: self.nodes]
-        worth = self._worth([values[text] for text in ranked])
+        worth = len(ranked) if self.cost is None else self.cost.worth([values[text] for text in ranked])
         return from_paths(trees[0].tokens[0], ranked[:worth], confidences=_along(ranked[:worth], values))
-
-    def _worth(self, values: Sequence[float]) -> int:
-        """Return how many of the best nodes give the most expected tokens per time."""
-        if self.cost is None:
-            return len(values)
-        best, best_rate, expected = 0, 1 / self.cost.of(1), 1.0
-        for count, value in enumerate(values, start=1):
-            expected += value
-            if expected / self.cost.of(1 + count) > best_rate:
-                best, best_rate = count, expected / self.cost.of(1 + count)
-        return best
 
 
 def _along(paths: Sequence[tuple[int, ...]], values: Mapping[tuple[int, ...], float]) -> list[list[float]]:

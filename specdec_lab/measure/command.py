@@ -219,8 +219,7 @@ def _long_lookup(bench: Bench) -> tuple[Table, Any]:
 
 
 def _growth(bench: Bench) -> tuple[Table, Any]:
-    target = bench.target
-    drafters = {"autoregressive": AutoregressiveDrafter(target), "ngram": NgramDrafter(target, k=bench.settings.k)}
+    target, drafters = bench.target, _drafters(bench)
     text = [token for prompt in bench.prompts for token in prompt]
     with progress(bench.console, total=3 * len(GROWTH_HISTORIES) * len(drafters)) as report:
         costs = measure_round_cost(

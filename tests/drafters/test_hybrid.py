@@ -145,7 +145,7 @@ def test_times_that_cannot_be_are_refused(verify_ms: dict[int, float]):
         (["hybrid"], None, "members"),
         (["ngrams"], None, "members"),
         (["ngram", "ngram"], None, "members"),
-        (["draft_model"], None, "settings.draft_model.model"),
+        (["draft_model"], None, "members"),
         (["draft_model"], {"draft_model": {"model": "somewhere"}}, "members"),
         (["ngram"], {"lookahead": {}}, "settings"),
         (["ngram"], {"ngram": {"k": 0}}, "settings.ngram.k"),

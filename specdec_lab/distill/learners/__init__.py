@@ -1,0 +1,1 @@
+"""One learner per kind of head: which labels it has, which losses, and how it is drafted with and exported."""

@@ -1,0 +1,85 @@
+"""A small causal LM cut from the target and distilled from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from specdec_lab.distill import losses as token_losses
+from specdec_lab.distill.batch import Batch
+from specdec_lab.distill.hits import HitCounter
+from specdec_lab.distill.learner import Learner, Outcome
+from specdec_lab.distill.learners.recurrent import chosen_vocabulary, covered
+from specdec_lab.distill.teacher import Teacher
+from specdec_lab.drafters.draft_model import DraftModelDrafter
+from specdec_lab.heads.draft_lm import DraftLM
+from specdec_lab.heads.draft_lm_files import save_draft_model
+from specdec_lab.heads.recurrent import SharedParts
+from specdec_lab.target import Target
+
+FORWARD_KL: Mapping[str, float] = {"forward_kl": 1.0}
+
+
+class DraftModelLearner(Learner):
+    """Distils a draft model from the target whose layers it was cut from (arXiv 2310.08461 trains drafts alike).
+
+    Embedding and output layer stay the target's own, frozen.
+
+    Args:
+        layers: of the target, which the draft starts as, in this order; ``None``: the first two and the last one.
+        draft_vocab: ids it can draft, the most frequent labels; ``None``: all.
+        losses: weights of token losses.
+    """
+
+    kind = "draft_model"
+    feature_layers = (-1,)
+    offsets = (1,)
+
+    def __init__(
+        self,
+        target: Target,
+        counts: Tensor,
+        *,
+        layers: list[int] | None = None,
+        draft_vocab: Annotated[int, Field(ge=1)] | None = 8192,
+        losses: dict[str, float] | None = None,
+    ) -> None:
+        super().__init__(target)
+        self.mix = dict(FORWARD_KL if losses is None else losses)
+        token_losses.check_mix(self.mix)
+        depth = target.model.config.get_text_config().num_hidden_layers
+        chosen = layers if layers is not None else sorted({0, min(1, depth - 1), depth - 1})
+        self.vocabulary = chosen_vocabulary(target, counts, draft_vocab)
+        self._parts = (SharedParts(target, self.vocabulary),)
+        self.head: nn.Module = DraftLM(target, chosen, self.vocabulary)
+
+    def forward(self, batch: Batch) -> Outcome:
+        """Return the sum of the losses over the labels."""
+        draft, parts = self._draft(), self._parts[0]
+        rows = Teacher(batch, parts, self.vocabulary).at(1)
+        states = draft.states(batch.ids)
+        logits = nn.functional.linear(states[rows.marked], parts.output.to(states.dtype))
+        loss = token_losses.mixed(self.mix, rows.logits, logits).sum()
+        counter = HitCounter(batch.supervised)
+        counter.count(1, rows.marked, logits, rows.labels)
+        return Outcome(loss, {"token": loss.detach()}, counter.hits, counter.seen)
+
+    def coverage(self, batch: Batch) -> float:
+        """Return the share of labels that the draft vocabulary holds."""
+        return covered(self.vocabulary, batch)
+
+    def drafter(self, **settings: Any) -> DraftModelDrafter:
+        """Return the strategy with the draft as it is now."""
+        return DraftModelDrafter(self.target, model=self._draft(), **settings)
+
+    def export(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        """Write the draft's own weights; embedding and output layer are the target's."""
+        save_draft_model(self._draft(), folder, provenance)
+
+    def _draft(self) -> DraftLM:
+        assert isinstance(self.head, DraftLM)
+        return self.head

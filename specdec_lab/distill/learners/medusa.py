@@ -1,0 +1,100 @@
+"""Medusa heads, on a frozen target (Medusa-1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from specdec_lab.distill import losses as token_losses
+from specdec_lab.distill.batch import Batch
+from specdec_lab.distill.hits import HitCounter
+from specdec_lab.distill.learner import Learner, Outcome
+from specdec_lab.distill.learners.recurrent import CROSS_ENTROPY, chosen_vocabulary, covered
+from specdec_lab.distill.teacher import Teacher
+from specdec_lab.drafters.medusa import MedusaDrafter
+from specdec_lab.heads.formats import save_head
+from specdec_lab.heads.medusa import MedusaHeads
+from specdec_lab.heads.recurrent import SharedParts
+from specdec_lab.target import Target
+
+
+class MedusaLearner(Learner):
+    """Medusa-1 (arXiv 2401.10774, section 2.2.1): the loss of head *h* is weighted with ``decay ** h``.
+
+    Deviation: the heads learn the teacher's law by default, where the paper takes the text's tokens.
+
+    Args:
+        heads: how many tokens ahead, from the second next one.
+        blocks: residual blocks per head.
+        own_output: whether each head has an output layer of its own; it starts as the target's rows.
+        draft_vocab: ids they can draft, the most frequent labels; ``None``: all.
+        decay: weight of a head over the one before.
+        losses: weights of token losses.
+    """
+
+    kind = "medusa"
+
+    def __init__(
+        self,
+        target: Target,
+        counts: Tensor,
+        *,
+        heads: Annotated[int, Field(ge=1, le=16)] = 4,
+        blocks: Annotated[int, Field(ge=1, le=8)] = 1,
+        own_output: bool = False,
+        draft_vocab: Annotated[int, Field(ge=1)] | None = 8192,
+        decay: Annotated[float, Field(gt=0, le=1)] = 0.8,
+        losses: dict[str, float] | None = None,
+    ) -> None:
+        super().__init__(target)
+        self.mix = dict(CROSS_ENTROPY if losses is None else losses)
+        token_losses.check_mix(self.mix)
+        self.vocabulary = chosen_vocabulary(target, counts, draft_vocab)
+        self._parts = (SharedParts(target, self.vocabulary),)
+        hidden = target.model.config.get_text_config().hidden_size
+        made = MedusaHeads(hidden, self.vocabulary, heads, blocks, own_output)
+        if own_output:
+            with torch.no_grad():
+                for head in made:
+                    head[blocks].weight.copy_(self._parts[0].output)  # pyright: ignore[reportIndexIssue]
+        self.head: nn.Module = made
+        self.decay, self.feature_layers = decay, made.feature_layers
+        self.offsets = tuple(2 + head for head in range(heads))
+
+    def forward(self, batch: Batch) -> Outcome:
+        """Return the sums of the losses of all heads."""
+        heads, parts = self._heads(), self._parts[0]
+        teacher = Teacher(batch, parts, self.vocabulary)
+        counter = HitCounter(batch.supervised)
+        hidden = batch.features[-1].to(next(heads.parameters()).dtype)
+        total = torch.zeros((), device=batch.ids.device)
+        shown: dict[str, Tensor] = {}
+        for at, offset in enumerate(self.offsets):
+            rows = teacher.at(offset)
+            logits = heads.one(at, hidden[rows.marked], parts.output)
+            loss = token_losses.mixed(self.mix, rows.logits, logits).sum()
+            shown[f"head{at + 1}/token"] = loss.detach()
+            total = total + self.decay**at * loss
+            counter.count(at + 1, rows.marked, logits, rows.labels)
+        return Outcome(total, shown, counter.hits, counter.seen)
+
+    def coverage(self, batch: Batch) -> float:
+        """Return the share of labels that the draft vocabulary holds."""
+        return covered(self.vocabulary, batch)
+
+    def drafter(self, **settings: Any) -> MedusaDrafter:
+        """Return the strategy with the heads as they are now."""
+        return MedusaDrafter(self.target, head=self._heads(), **settings)
+
+    def export(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        """Write the heads in their published layout."""
+        save_head(self.head, folder, provenance)
+
+    def _heads(self) -> MedusaHeads:
+        assert isinstance(self.head, MedusaHeads)
+        return self.head

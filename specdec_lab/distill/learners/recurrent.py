@@ -1,0 +1,206 @@
+"""EAGLE-1 and EAGLE-3: recurrent heads, trained through several steps of their own outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from specdec_lab.distill import losses
+from specdec_lab.distill.batch import Batch
+from specdec_lab.distill.hits import HitCounter
+from specdec_lab.distill.learner import Learner, Outcome
+from specdec_lab.distill.teacher import Teacher
+from specdec_lab.distill.unrolled import unrolled
+from specdec_lab.drafters.eagle import EagleDrafter
+from specdec_lab.heads.decoder import start_small
+from specdec_lab.heads.eagle import EagleHead
+from specdec_lab.heads.eagle3 import Eagle3Head, default_feature_layers
+from specdec_lab.heads.formats import save_head
+from specdec_lab.heads.recurrent import SharedParts
+from specdec_lab.heads.shape import layer_config
+from specdec_lab.heads.vocabulary import DraftVocabulary
+from specdec_lab.target import Target
+
+CROSS_ENTROPY: Mapping[str, float] = {"cross_entropy": 1.0}
+
+
+class RecurrentLearner(Learner):
+    """What both have in common: the unrolled steps and their losses.
+
+    The loss of step *i* is weighted with ``decay ** i``; at each step it is the token loss against the teacher's law on
+    the draft vocabulary, and, where ``regression`` is above 0, the distance to the target's own next state.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        head: EagleHead | Eagle3Head,
+        *,
+        steps: int,
+        decay: float,
+        mix: Mapping[str, float],
+        regression: float,
+        noise: float,
+    ) -> None:
+        super().__init__(target)
+        losses.check_mix(mix)
+        self.head: nn.Module = head
+        self._parts = (SharedParts(target, head.vocabulary),)
+        self.vocabulary, self.steps, self.decay, self.mix = head.vocabulary, steps, decay, dict(mix)
+        self.regression, self.noise = regression, noise
+        self.offsets = tuple(2 + step for step in range(steps))
+
+    def forward(self, batch: Batch) -> Outcome:
+        """Return the sums of the losses of all steps."""
+        head, parts = self._recurrent(), self._parts[0]
+        teacher = Teacher(batch, parts, self.vocabulary)
+        counter = HitCounter(batch.supervised)
+        total = torch.zeros((), device=batch.ids.device)
+        shown: dict[str, Tensor] = {}
+        for step, states in enumerate(unrolled(head, parts, self._disturbed(batch), self.steps)):
+            rows = teacher.at(self.offsets[step])
+            drafted = states[rows.marked]
+            logits = head.logits(drafted, parts.output.to(drafted.dtype))
+            token = losses.mixed(self.mix, rows.logits, logits).sum()
+            shown[f"step{step + 1}/token"] = token.detach()
+            loss = token
+            if self.regression:
+                distance = losses.smooth_l1(drafted, rows.states).sum()
+                shown[f"step{step + 1}/regression"] = distance.detach()
+                loss = loss + self.regression * distance
+            total = total + self.decay**step * loss
+            counter.count(step + 1, rows.marked, logits, rows.labels)
+        return Outcome(total, shown, counter.hits, counter.seen)
+
+    def coverage(self, batch: Batch) -> float:
+        """Return the share of labels that the draft vocabulary holds."""
+        return covered(self.vocabulary, batch)
+
+    def drafter(self, **settings: Any) -> EagleDrafter:
+        """Return the strategy with the head as it is now."""
+        return EagleDrafter(self.target, head=self._recurrent(), kind=self.kind, **settings)
+
+    def export(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        """Write the head in its published layout."""
+        save_head(self.head, folder, provenance)
+
+    def _recurrent(self) -> EagleHead | Eagle3Head:
+        assert isinstance(self.head, EagleHead | Eagle3Head)
+        return self.head
+
+    def _disturbed(self, batch: Batch) -> Batch:
+        """Add uniform noise to the target's states in training, as EAGLE does, so that own errors are no surprise."""
+        states = {layer: state.to(self.dtype) for layer, state in batch.features.items()}
+        if self.training and self.noise:
+            states = {
+                layer: state + self.noise * (2 * torch.rand_like(state) - 1) * state.std()
+                for layer, state in states.items()
+            }
+        return Batch(batch.ids, batch.supervised, batch.lengths, states, batch.keys)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that are trained."""
+        return next(self.head.parameters()).dtype
+
+
+class EagleLearner(RecurrentLearner):
+    """EAGLE-1: feature regression and soft cross-entropy (arXiv 2401.15077), through several steps.
+
+    Deviations: the head is run several steps, as HASS (arXiv 2408.15766) and EAGLE-3 do, where the paper trains one;
+    the noise is a share of the states' spread, where the paper adds 0.1 to unscaled ones.
+
+    Args:
+        draft_vocab: ids it can draft, the most frequent labels; ``None``: all.
+        steps: of the unrolling.
+        decay: weight of a step over the one before.
+        losses: weights of token losses.
+        regression: weight of the feature loss.
+        noise: half-width of uniform noise on the target's states, in standard deviations.
+        intermediate_size: of the feed-forward network; ``None``: the target's.
+        seed: of the first weights.
+    """
+
+    kind = "eagle"
+
+    def __init__(
+        self,
+        target: Target,
+        counts: Tensor,
+        *,
+        draft_vocab: Annotated[int, Field(ge=1)] | None = 8192,
+        steps: Annotated[int, Field(ge=1, le=16)] = 3,
+        decay: Annotated[float, Field(gt=0, le=1)] = 0.8,
+        losses: dict[str, float] | None = None,
+        regression: Annotated[float, Field(ge=0)] = 1.0,
+        noise: Annotated[float, Field(ge=0)] = 0.0,
+        intermediate_size: Annotated[int, Field(ge=1)] | None = None,
+        seed: Annotated[int, Field(ge=0)] = 0,
+    ) -> None:
+        vocabulary = chosen_vocabulary(target, counts, draft_vocab)
+        head = EagleHead(layer_config(target, intermediate_size), vocabulary)
+        start_small(head, torch.Generator().manual_seed(seed))
+        self.feature_layers = head.feature_layers
+        mix = CROSS_ENTROPY if losses is None else losses
+        super().__init__(target, head, steps=steps, decay=decay, mix=mix, regression=regression, noise=noise)
+
+
+class Eagle3Learner(RecurrentLearner):
+    """EAGLE-3: direct token loss through the training-time test (arXiv 2503.01840).
+
+    Args:
+        draft_vocab: ids it can draft, the most frequent labels; ``None``: all.
+        steps: of the training-time test.
+        decay: weight of a step over the one before.
+        losses: weights of token losses.
+        layers: hidden states of the target that are fused; ``None``: 2, n // 2 and n - 3.
+        start_output: whether the output layer starts as the target's rows rather than at random.
+        intermediate_size: of the feed-forward network; ``None``: the target's.
+        seed: of the first weights.
+    """
+
+    kind = "eagle3"
+
+    def __init__(
+        self,
+        target: Target,
+        counts: Tensor,
+        *,
+        draft_vocab: Annotated[int, Field(ge=1)] | None = 8192,
+        steps: Annotated[int, Field(ge=1, le=16)] = 3,
+        decay: Annotated[float, Field(gt=0, le=1)] = 0.8,
+        losses: dict[str, float] | None = None,
+        layers: list[int] | None = None,
+        start_output: bool = True,
+        intermediate_size: Annotated[int, Field(ge=1)] | None = None,
+        seed: Annotated[int, Field(ge=0)] = 0,
+    ) -> None:
+        vocabulary = chosen_vocabulary(target, counts, draft_vocab)
+        depth = target.model.config.get_text_config().num_hidden_layers
+        picks = tuple(layers) if layers else default_feature_layers(depth)
+        head = Eagle3Head(layer_config(target, intermediate_size), vocabulary, picks)
+        start_small(head, torch.Generator().manual_seed(seed))
+        if start_output:
+            with torch.no_grad():
+                head.lm_head.weight.copy_(SharedParts(target, vocabulary).output)
+        self.feature_layers = tuple(dict.fromkeys((*picks, -1)))  # the last for the teacher's own logits
+        mix = CROSS_ENTROPY if losses is None else losses
+        super().__init__(target, head, steps=steps, decay=decay, mix=mix, regression=0.0, noise=0.0)
+
+
+def chosen_vocabulary(target: Target, counts: Tensor, size: int | None) -> DraftVocabulary:
+    """Return the whole vocabulary, or the most frequent labels with every EOS among them."""
+    if size is None or size >= target.vocab_size:
+        return DraftVocabulary.whole(target.vocab_size)
+    return DraftVocabulary.most_frequent(counts, size, target.eos_ids)
+
+
+def covered(vocabulary: DraftVocabulary, batch: Batch) -> float:
+    """Return the share of a batch's labels that a vocabulary holds; 1 without labels."""
+    labels = batch.ids[batch.supervised]
+    return float((vocabulary.draft_ids(labels) >= 0).double().mean()) if len(labels) else 1.0

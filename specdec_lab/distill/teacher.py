@@ -1,0 +1,59 @@
+"""The teacher's law at the positions that serve as labels, on a draft vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec_lab.distill.batch import Batch, ahead
+from specdec_lab.heads.recurrent import SharedParts
+from specdec_lab.heads.vocabulary import DraftVocabulary
+
+
+class Teacher:
+    """The target's logits for every supervised token of a batch, made once for all depths.
+
+    Only positions whose next token is the target's own go through the output layer.
+
+    Args:
+        batch: with the target's last hidden states, layer -1.
+        parts: of the target; its output layer at the vocabulary.
+    """
+
+    def __init__(self, batch: Batch, parts: SharedParts, vocabulary: DraftVocabulary) -> None:
+        says = ahead(batch.supervised, 1)  # [rows, tokens]: position t predicts a token of the target's
+        self.states = batch.features[-1]
+        with torch.no_grad():
+            self._logits = F.linear(self.states[says].to(parts.output.dtype), parts.output).float()
+        self._at = torch.full(says.shape, -1, dtype=torch.long, device=says.device)
+        self._at[says] = torch.arange(int(says.sum()), device=says.device)
+        self._ids = batch.ids
+        self._draft_labels = vocabulary.draft_ids(batch.ids)
+
+    def at(self, offset: int) -> Rows:
+        """Return the teacher for a head that predicts, at position *t*, token *t + offset*.
+
+        Positions whose label is missing from the draft vocabulary are known to it as marked rows without a label: the
+        head cannot be right there, and its law is compared on the vocabulary that it has.
+        """
+        source = ahead(self._at + 1, offset - 1) - 1  # -1 where there is no label, past the end too
+        marked = source >= 0
+        logits = self._logits[source[marked]]
+        labels = ahead(self._draft_labels + 1, offset)[marked] - 1
+        states = ahead(self.states, offset - 1)[marked]
+        return Rows(marked, logits, labels, states)
+
+
+class Rows:
+    """What is to be learnt at the marked positions of one depth.
+
+    Attributes:
+        marked: ``[rows, tokens]``, bool; the other attributes have one row per mark, in order.
+        logits: the target's, ``[marked, draft_vocab]``.
+        labels: draft ids of the text's own tokens, -1 where the draft vocabulary lacks them, ``[marked]``.
+        states: the target's last hidden states from which it predicts them, ``[marked, hidden]``.
+    """
+
+    def __init__(self, marked: Tensor, logits: Tensor, labels: Tensor, states: Tensor) -> None:
+        self.marked, self.logits, self.labels, self.states = marked, logits, labels, states

@@ -1,0 +1,255 @@
+"""The command line of a training: from Hydra's configuration to an exit code, in one process or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, chdir, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import get_original_cwd
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from torch import Tensor
+
+from specdec_lab.bench.benchmark import log_to, threads
+from specdec_lab.bench.command import (
+    INTERRUPTED,
+    REFUSED,
+    SUCCESS,
+    JobFailedError,
+    plain_config,
+    say,
+    say_error,
+)
+from specdec_lab.bench.files import CONFIG, storage, write_atomically
+from specdec_lab.bench.run import enough_memory
+from specdec_lab.bench.prompts import load_prompts
+from specdec_lab.chat import render_chat
+from specdec_lab.config import check_arguments, locate, validate
+from specdec_lab.distill.batch import Example
+from specdec_lab.distill.conversations import DataSettings, RawData, build_examples, read_data
+from specdec_lab.distill.feature_cache import prepare_cache
+from specdec_lab.distill.features import CachedFeatures, FeatureSource, OnlineFeatures
+from specdec_lab.distill.fingerprints import template_sha256, tokenizer_fingerprint
+from specdec_lab.distill.learner import Learner
+from specdec_lab.distill.loop import TrainPlan, TrainResult, own_randomness, train
+from specdec_lab.distill.measured import measure_on
+from specdec_lab.distill.preflight import PreflightSettings, Rendering, run_preflight
+from specdec_lab.distill.schedule import derived_seed
+from specdec_lab.distill.train_files import LOG, check_run_folder
+from specdec_lab.distill.train_settings import TrainSettings
+from specdec_lab.distill.train_tracking import tracked
+from specdec_lab.errors import InputError, SpecdecError, one_line
+from specdec_lab.provenance import provenance
+from specdec_lab.strategies import without_target
+from specdec_lab.target import Target
+from specdec_lab.tracking import TrackingSettings, check_tracking, tracking_settings
+
+GROUPS = ("target", "head", "data", "tracking")
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """Everything about a training that is known before the target is loaded.
+
+    Attributes:
+        config: the resolved configuration, as ``config.yaml`` states it.
+        make_learner: builds the head for a target and the counts of its labels.
+    """
+
+    config: Mapping[str, Any]
+    settings: TrainSettings
+    data: DataSettings
+    load_target: Callable[[], Target]
+    make_learner: Callable[[Target, Tensor], Learner]
+    tracking: TrackingSettings | None
+
+
+def train_job(config: DictConfig) -> None:
+    """Train one head inside Hydra; paths are relative to the folder of the launch.
+
+    Raises:
+        SystemExit: with the exit code, if it is not 0.
+        JobFailedError: the same within a sweep, which goes on.
+    """
+    hydra = HydraConfig.get()
+    with chdir(get_original_cwd()):
+        code = _run(config, Path(hydra.runtime.output_dir))
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt  # ends a sweep too
+    if code != SUCCESS:
+        raise JobFailedError(code) if hydra.mode is RunMode.MULTIRUN else SystemExit(code)
+
+
+def plan_training(config: Mapping[str, Any]) -> TrainJob:
+    """Check a resolved configuration, as plain containers; nothing is loaded.
+
+    Raises:
+        InputError: names the first thing that is wrong.
+    """
+    config = dict(config)
+    groups = {name: config.pop(name, None) or {} for name in GROUPS}
+    for name, node in groups.items():
+        if not isinstance(node, Mapping):
+            raise InputError(name, node, f"this is a group of fields; set one of them, as {name}.FIELD=...")
+    settings = validate(TrainSettings, config)
+    loader = locate(groups["target"].get("_target_"), "target")
+    loaded_with = check_arguments(loader, {**without_target(groups["target"], "target"), "exact": "off"}, "target", ())
+    learner_class: Any = locate(groups["head"].get("_target_"), "head")
+    if not (isinstance(learner_class, type) and issubclass(learner_class, Learner)):
+        raise InputError("head._target_", groups["head"].get("_target_"), "this is no Learner class; name one")
+    made_with = check_arguments(learner_class, without_target(groups["head"], "head"), "head", ("target", "counts"))
+    tracking = tracking_settings(groups["tracking"])
+    if tracking is not None:
+        check_tracking(tracking, ["training"])
+    return TrainJob(
+        config={**groups, **config},
+        settings=settings,
+        data=validate(DataSettings, groups["data"], "data"),
+        load_target=lambda: loader(**loaded_with),
+        make_learner=partial(learner_class, **made_with),
+        tracking=tracking,
+    )
+
+
+def _run(config: DictConfig, own_folder: Path) -> int:
+    """Train, and return the exit code; the main process alone says anything."""
+    processes = PartialState(cpu=OmegaConf.select(config, "target.device") == "cpu")
+    quiet = not processes.is_main_process
+    out, err = Console(quiet=quiet), Console(stderr=True, quiet=quiet)
+    folder = Path(broadcast_object_list([str(own_folder)])[0])
+    if folder != own_folder:
+        with suppress(OSError):  # Hydra made one for each process, and the main one's is used
+            own_folder.rmdir()
+    try:
+        job = plan_training(plain_config(config))
+        check_run_folder(folder, resume=job.settings.resume, overwrite=job.settings.overwrite)
+        raw = read_data(job.data)
+        processes.wait_for_everyone()  # until all have looked at the folder
+        with _log(folder, err, processes):
+            result = run_training(job, raw, folder, err, main=processes.is_main_process)
+    except SpecdecError as error:
+        say_error(err, str(error))
+        return REFUSED
+    except OSError as error:  # of a library, while it loads: the run's own files have their sentence already
+        say_error(err, one_line(error))
+        return REFUSED
+    finally:
+        processes.destroy_process_group()
+    if result.interrupted:
+        say(
+            err,
+            f"interrupted after step {result.step} of {result.steps}; go on with: hydra.run.dir='{folder}' resume=true",
+        )
+        return INTERRUPTED
+    say(out, f"head: {result.head}")
+    return SUCCESS
+
+
+def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, main: bool) -> TrainResult:
+    """Load the target, check what there is to learn, and train; every process of a launch calls it.
+
+    Args:
+        job: see ``plan_training``.
+        raw: what the data settings name.
+        folder: of the run, checked by ``check_run_folder``.
+        err: gets progress and what the checks found.
+        main: whether this is the process that writes.
+
+    Raises:
+        SpecdecError: see the parts.
+    """
+    settings = job.settings
+    if main:
+        with storage(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            stated = {**job.config, "provenance": provenance()}
+            write_atomically(folder / CONFIG, yaml.safe_dump(stated, sort_keys=False, allow_unicode=True))
+    with enough_memory():
+        target = job.load_target()
+    if target.tokenizer is None:
+        raise InputError("target", target.name, "it has no tokenizer, so its training texts cannot be made")
+    with threads(settings.threads, target):
+        data = build_examples(raw, job.data, target.tokenizer)
+        learner = make_learner(job, target, data.training)
+        source = make_source(settings, learner, [*data.training, *data.validation], err)
+        run_preflight(
+            learner,
+            data.training,
+            source,
+            PreflightSettings(batch_size=settings.batch_size, min_coverage=settings.min_coverage),
+            lambda line: say(err, line),
+            data=Rendering(data.report.tokenizer_sha256, data.report.chat_template_sha256),
+            target=Rendering(tokenizer_fingerprint(target.tokenizer), template_sha256(target.tokenizer)),
+        )
+        identity = {name: {**job.config[name]} for name in ("head", "target")}
+        identity["target"].pop("device", None)
+        with tracked(job.tracking if main else None, learner.kind, job.config, folder) as tracker:
+            return train(
+                TrainPlan(settings, identity, {"data": data.report.record()}),
+                learner,
+                data.training,
+                data.validation,
+                source,
+                own_measure(settings, target),
+                folder,
+                console=err,
+                tracker=tracker,
+            )
+
+
+def make_learner(job: TrainJob, target: Target, examples: Sequence[Example]) -> Learner:
+    """Build the head; its first weights depend on the seed alone.
+
+    Raises:
+        InputError: a parameter that only shows with the target to be wrong.
+    """
+    with own_randomness(target.device, derived_seed(job.settings.seed, "head")):
+        try:
+            return job.make_learner(target, label_counts(examples, target.vocab_size))
+        except InputError as error:
+            raise InputError(f"head.{error.field}", error.value, error.remedy) from error
+
+
+def make_source(settings: TrainSettings, learner: Learner, examples: Sequence[Example], err: Console) -> FeatureSource:
+    """Return what makes the batches; an offline cache is written first."""
+    target, layers = learner.target, learner.feature_layers
+    if settings.features == "online":
+        return OnlineFeatures(target, layers)
+    kept = tuple(sorted({*layers, *settings.feature_layers}))
+    folder = prepare_cache(target, kept, examples, err, budget_bytes=settings.feature_bytes)
+    return CachedFeatures(folder, layers, target.device)
+
+
+def own_measure(settings: TrainSettings, target: Target) -> Callable[[Learner], Mapping[str, float]] | None:
+    """Return what measures the head in the engine on the package's own prompts, a few of each kind of task."""
+    if not settings.measure_prompts or target.tokenizer is None:
+        return None
+    prompts = load_prompts(limit=settings.measure_prompts).prompts
+    rendered = [render_chat(target.tokenizer, [{"role": "user", "content": one.turns[0]}]) for one in prompts]
+    return measure_on(rendered, settings.measure_tokens, {})
+
+
+def label_counts(examples: Sequence[Example], vocab_size: int) -> Tensor:
+    """Return how often each token id is a label, ``[vocab]``."""
+    labels = [
+        token
+        for example in examples
+        for token, supervised in zip(example.ids, example.supervised, strict=True)
+        if supervised
+    ]
+    return torch.bincount(torch.tensor(labels, dtype=torch.long), minlength=vocab_size)
+
+
+def _log(folder: Path, err: Console, processes: PartialState) -> AbstractContextManager[None]:
+    """Return the context in which the main process writes the log of the run."""
+    return log_to(folder / LOG, err) if processes.is_main_process else nullcontext()

@@ -1,0 +1,362 @@
+"""EAGLE: a recurrent head drafts a tree from the target's hidden states, level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from specdec_lab.cost import VerifyCost, measure_verify_cost
+from specdec_lab.drafters.base import DraftContext, Drafter
+from specdec_lab.drafters.medusa import MEASURED, check_head, measured_accuracy
+from specdec_lab.errors import DrafterError
+from specdec_lab.heads.eagle import EagleHead
+from specdec_lab.heads.eagle3 import Eagle3Head
+from specdec_lab.heads.formats import load_head
+from specdec_lab.heads.published_trees import published_tree
+from specdec_lab.heads.recurrent import SharedParts
+from specdec_lab.heads.shipped import SHIPPED, head_source
+from specdec_lab.rank_trees import RankTree, rank_tree, tree_from_accuracy
+from specdec_lab.target import LayerShape, Target, TreeCache
+from specdec_lab.tree import DraftTree, best_nodes, root_only
+
+DYNAMIC = "dynamic"
+
+
+class EagleDrafter(Drafter):
+    """EAGLE-1, EAGLE-2 and EAGLE-3 (arXiv 2401.15077, 2406.16858, 2503.01840): the head decides which by its weights.
+
+    The head's cache holds one row per committed token but the first, each made from the target's true hidden state;
+    what the head made of its own drafts is forgotten at the end of a round.
+
+    A dynamic tree expands, level by level, the ``width`` candidates that the head's probabilities multiply up to the
+    most; at the end the best of all candidates stay (EAGLE-2). A static tree expands the same ranks in every round
+    (EAGLE-1). Deviation: a candidate below ``min_probability`` is not expanded.
+
+    Args:
+        head: folder or hub id of the head; ``shipped`` for that of the default target.
+        kind: what the head is: ``eagle`` for EAGLE-1 and EAGLE-2 weights, ``eagle3``.
+        tree: ``dynamic``; ``measured`` is static, from the accuracy that was measured in training; the name of a
+            published tree; or its paths of ranks, ``[[0],[0,0],[1]]``.
+        depth: deepest draft of a tree that is not stated path by path.
+        width: candidates that are expanded at a level of a dynamic tree.
+        branches: children of an expanded candidate.
+        nodes: most draft tokens of a tree that is not stated path by path.
+        min_probability: candidates below this are not expanded.
+        verify_ms: milliseconds of a verify forward by its nodes, which decide how many of ``nodes`` are worth while;
+            ``None`` measures them on the target once. Only for ``dynamic``.
+        revision: branch, tag or commit of a hub id.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        head: str | EagleHead | Eagle3Head = SHIPPED,
+        kind: Literal["eagle", "eagle3"] = "eagle",
+        tree: str | list[list[int]] = DYNAMIC,
+        depth: Annotated[int, Field(ge=1, le=32)] = 5,
+        width: Annotated[int, Field(ge=1, le=64)] = 4,
+        branches: Annotated[int, Field(ge=1, le=64)] = 4,
+        nodes: Annotated[int, Field(ge=1, le=512)] = 24,
+        min_probability: Annotated[float, Field(ge=0, lt=1)] = 0.02,
+        verify_ms: Mapping[int, float] | None = None,
+        revision: str | None = None,
+    ) -> None:
+        facts: Mapping[str, Any] = {}
+        if isinstance(head, str):
+            loaded, facts = load_head(kind, head_source(kind, head, target), target, revision=revision)
+            assert isinstance(loaded, EagleHead | Eagle3Head)
+            head = loaded
+        self.head, self.parts = head, SharedParts(target, head.vocabulary)
+        self.static = self._static(tree, depth, nodes, facts)
+        self.depth = self.static.depth if self.static else depth
+        self.width = width
+        self.branches = min(self.static.branches if self.static else branches, len(head.vocabulary))
+        self.nodes, self.min_probability = nodes, 0.0 if self.static else min_probability
+        super().__init__(target, max_nodes=1 + (len(self.static.paths) if self.static else nodes))
+        self.cost = None if verify_ms is None else VerifyCost(verify_ms)
+        self.feature_layers = head.feature_layers
+        self.token_ids = head.vocabulary.token_ids.to(target.device)
+        self._cache: TreeCache | None = None
+
+    @classmethod
+    def check_parameters(
+        cls, *, head: str, tree: str | list[list[int]], verify_ms: Mapping[int, float] | None, **others: Any
+    ) -> None:
+        """Refuse a blank head, an unknown tree and times that cannot be."""
+        check_head(head)
+        if isinstance(tree, str) and tree not in (DYNAMIC, MEASURED):
+            published_tree(tree)
+        if verify_ms is not None:
+            VerifyCost(verify_ms)
+
+    def _static(self, tree: str | list[list[int]], depth: int, nodes: int, facts: Mapping[str, Any]) -> RankTree | None:
+        if tree == DYNAMIC:
+            return None
+        if tree == MEASURED:
+            return tree_from_accuracy(measured_accuracy(facts)[:depth], nodes)
+        paths = published_tree(tree) if isinstance(tree, str) else tree
+        return rank_tree(paths, 32, len(self.head.vocabulary))
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def allocate(self, rows: int, tokens: int) -> None:
+        """Make room for the committed tokens and one round's candidates, and measure the target once."""
+        config, weight = self.head.config, next(self.head.parameters())
+        head_dim = int(config.head_dim or config.hidden_size // config.num_attention_heads)
+        shape = LayerShape(config.num_key_value_heads, head_dim, head_dim, weight.dtype, weight.device)
+        widest = max(self.width, len(self.static.paths) if self.static else 1)
+        capacity = tokens + self.depth * (widest + 1) + 2
+        self._cache = None  # the old one first: two need not fit
+        self._cache = TreeCache({0: shape}, rows, capacity)
+        self.head.rotation.reserve(capacity, weight)
+        if self.cost is None and self.static is None:
+            self.cost = measure_verify_cost(self.target, self.max_nodes)
+
+    @property
+    def cache(self) -> TreeCache:
+        """The head's own keys and values."""
+        if self._cache is None:
+            raise RuntimeError("the head has no cache yet; call allocate first")
+        return self._cache
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return the bytes of the head, of its rows of the target's output layer, and of its cache."""
+        weights = sum(weight.numel() * weight.element_size() for weight in self.head.parameters())
+        if isinstance(self.head, EagleHead) and not self.head.vocabulary.is_whole:
+            weights += self.parts.output.numel() * self.parts.output.element_size()
+        return {"draft_weights": weights, "draft_kv": 0 if self._cache is None else self._cache.bytes}
+
+    # --- drafting ---------------------------------------------------------------------------------------------------
+
+    def propose(self, context: DraftContext) -> DraftTree:
+        """Return one sequence's tree."""
+        return self.propose_batch([context])[0]
+
+    @torch.inference_mode()
+    def propose_batch(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
+        """Catch up with the text, then draft all rows level by level, each level in one forward."""
+        growing = {context.row: self._begin(context) for context in contexts}
+        waiting = dict(growing)
+        while waiting:
+            states = self._run({row: growth.feed for row, growth in waiting.items()})
+            chances = self._chances({row: growth.drafting(states[row]) for row, growth in waiting.items()})
+            for row, growth in waiting.items():
+                growth.extend(states[row], *chances[row], self)
+            waiting = {row: growth for row, growth in waiting.items() if not growth.finished}
+        return [self._tree(growing[context.row]) for context in contexts]
+
+    def _begin(self, context: DraftContext) -> _Growth:
+        """Return a growth whose first feed is what was committed since the last round, with the target's states."""
+        message = context.verification
+        if context.state is None:
+            context.state = _Memory()
+        memory: _Memory = context.state
+        path = torch.tensor(message.path)
+        true = self.head.begin(
+            {layer: self._cast(message.features[layer][path]) for layer in self.feature_layers}
+        )  # [committed, hidden]
+        tokens = [*message.tree.tokens[1:], message.next_token] if message.is_prompt else list(message.new_tokens)
+        if memory.committed + len(tokens) != len(context.tokens) - 1:
+            raise DrafterError(
+                f"the head's cache has {memory.committed} of {len(context.tokens) - 1} rows and {len(tokens)} new ones"
+            )
+        start = memory.committed
+        memory.committed += len(tokens)
+        feed = _Feed(true, tokens, list(range(start, start + len(tokens))), start, None)
+        return _Growth(context, feed, min(self.depth, context.max_depth), memory.committed)
+
+    def _run(self, feeds: Mapping[int, _Feed]) -> dict[int, Tensor]:
+        """Run the head on some rows' feeds and return the next states, ``{row: [fed, hidden]}``."""
+        alone = [row for row, feed in feeds.items() if len(feed.tokens) > ALONE]
+        if len(feeds) > 1 and alone:  # a prompt beside short feeds would pad them to its length
+            found = {row: self._run({row: feeds[row]})[row] for row in alone}
+            rest = {row: feed for row, feed in feeds.items() if row not in alone}
+            return found | (self._run(rest) if rest else {})
+        first, last = min(feeds), max(feeds) + 1
+        width = max(len(feed.tokens) for feed in feeds.values())
+        visible = width + max(feed.start for feed in feeds.values())
+        device, some = self.target.device, next(iter(feeds.values())).states
+        state = some.new_zeros(last - first, width, some.shape[-1])
+        tokens = torch.zeros(last - first, width, dtype=torch.long)
+        positions = torch.zeros(last - first, width, dtype=torch.long)
+        causal = len(feeds) == 1 and some.shape[0] == width == visible
+        seen = None if causal else torch.zeros(last - first, 1, width, visible, dtype=torch.bool)
+        if seen is not None:
+            seen[..., 0] = True  # rows and columns that only pad see something, so that no softmax is over nothing
+        for row, feed in feeds.items():
+            at, count = row - first, len(feed.tokens)
+            state[at, :count] = feed.states
+            tokens[at, :count] = torch.tensor(feed.tokens)
+            positions[at, :count] = torch.tensor(feed.positions)
+            if seen is not None:
+                feed.mark(seen[at, 0])
+        embedded = self.parts.embed(tokens.to(device)).to(state.dtype)
+        starts = [feeds[row].start if row in feeds else None for row in range(first, last)]
+        self.cache.aim(first, starts, visible)
+        mask = None if seen is None else seen.to(device)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self.cache.update(key, value, 0)
+            return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=causal, enable_gqa=True)
+
+        output = self.head.step(state, embedded, self.head.rotation.at(positions.to(device)), attend)
+        return {row: output[row - first, : len(feed.tokens)] for row, feed in feeds.items()}
+
+    def _chances(self, states: Mapping[int, Tensor]) -> dict[int, tuple[list[list[int]], list[list[float]]]]:
+        """Return the likeliest tokens after each state, and their chances, ``{row: ([states][branches], same)}``."""
+        logits = self.head.logits(torch.cat(list(states.values())), self._output).float()
+        best = logits.softmax(dim=-1).topk(self.branches, dim=-1)
+        tokens, chances = self.token_ids[best.indices].tolist(), best.values.tolist()
+        found, at = {}, 0
+        for row, rows in states.items():
+            end = at + rows.shape[0]
+            found[row] = (tokens[at:end], chances[at:end])
+            at = end
+        return found
+
+    def _tree(self, growth: _Growth) -> DraftTree:
+        if len(growth.tokens) == 1:
+            return root_only(growth.tokens[0])
+        if self.static is not None:
+            return DraftTree(tuple(growth.tokens), tuple(growth.parents), confidence=tuple(growth.values))
+        count = self.nodes
+        if self.cost is not None:
+            count = min(count, max(1, self.cost.worth(sorted(growth.values[1:], reverse=True)[: self.nodes])))
+        return best_nodes(growth.tokens, growth.parents, growth.values, count)[0]
+
+    @property
+    def _output(self) -> Tensor:
+        return self._cast(self.parts.output)
+
+    def _cast(self, values: Tensor) -> Tensor:
+        return values.to(next(self.head.parameters()).dtype)
+
+
+ALONE = 64
+"""A feed of more tokens than this, which is a prompt, runs by itself."""
+
+
+@dataclass
+class _Memory:
+    """What is remembered of one sequence.
+
+    Attributes:
+        committed: rows of the head's cache that are made from true states; always one fewer than the text's tokens.
+    """
+
+    committed: int = 0
+
+
+@dataclass
+class _Feed:
+    """What one row runs next.
+
+    Attributes:
+        states: inputs, ``[fed, hidden]``.
+        start: slot of the first one; the others follow.
+        ancestors: slots that each one sees besides the committed ones and its own; ``None``: a chain of the text.
+    """
+
+    states: Tensor
+    tokens: list[int]
+    positions: list[int]
+    start: int
+    ancestors: list[list[int]] | None
+    committed: int = 0
+
+    def mark(self, seen: Tensor) -> None:
+        """Write what each one sees, ``seen [width, visible]``."""
+        count = len(self.tokens)
+        seen[:count, 0] = False
+        if self.ancestors is None:
+            seen[:count, : self.start] = True
+            seen[:count, self.start : self.start + count] = torch.ones(count, count, dtype=torch.bool).tril_()
+            return
+        seen[:count, : self.committed] = True
+        for at, slots in enumerate(self.ancestors):
+            seen[at, [*slots, self.start + at]] = True
+
+
+@dataclass
+class _Growth:
+    """One row's candidates while they are drafted.
+
+    Attributes:
+        tokens: of the candidates, the root first; ``parents`` and ``values`` go with it.
+        frontier: candidates that the current feed runs, ``[fed]``; the root for the first feed.
+        slots: of the candidates that were run, with those of their ancestors, the root's excluded.
+    """
+
+    context: DraftContext
+    feed: _Feed
+    depth: int
+    committed: int
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=lambda: [-1])
+    values: list[float] = field(default_factory=lambda: [1.0])
+    ranks: list[tuple[int, ...]] = field(default_factory=lambda: [()])
+    frontier: list[int] = field(default_factory=lambda: [0])
+    slots: dict[int, list[int]] = field(default_factory=lambda: {0: []})
+    level: int = 0
+    used: int = 0
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = [self.context.tokens[-1]]
+        self.used = self.committed
+
+    def drafting(self, states: Tensor) -> Tensor:
+        """Return those of the states just made that are drafted from: of a catch-up the last, then all."""
+        return states[-1:] if self.level == 0 else states
+
+    def extend(
+        self, states: Tensor, tokens: list[list[int]], chances: list[list[float]], drafter: EagleDrafter
+    ) -> None:
+        """Add the children of the frontier, and choose which of them to run next."""
+        states = self.drafting(states)
+        self.level += 1
+        born: list[tuple[int, int]] = []  # (child, index of its parent among the states)
+        for at, node in enumerate(self.frontier):
+            for rank in self._ranks(node, drafter):
+                child = len(self.tokens)
+                self.tokens.append(tokens[at][rank])
+                self.parents.append(node)
+                self.values.append(self.values[node] * min(1.0, chances[at][rank]))
+                self.ranks.append((*self.ranks[node], rank))
+                born.append((child, at))
+        if self.level == self.depth:
+            self.finished = True
+            return
+        run = [(child, at) for child, at in born if self._runs(child, drafter)]
+        if drafter.static is None:
+            run = sorted(run, key=lambda one: -self.values[one[0]])[: drafter.width]
+        if not run:
+            self.finished = True
+            return
+        ancestors = [self.slots[self.parents[child]] for child, _ in run]
+        self.frontier = [child for child, _ in run]
+        chosen = states[torch.tensor([at for _, at in run], device=states.device)]
+        position = self.committed + self.level - 1
+        fed = [self.tokens[child] for child in self.frontier]
+        self.feed = _Feed(chosen, fed, [position] * len(run), self.used, ancestors, self.committed)
+        for at, child in enumerate(self.frontier):
+            self.slots[child] = [*ancestors[at], self.used + at]
+        self.used += len(run)
+
+    def _ranks(self, node: int, drafter: EagleDrafter) -> Sequence[int]:
+        if drafter.static is None:
+            return range(drafter.branches)
+        return drafter.static.children.get(self.ranks[node], ())
+
+    def _runs(self, child: int, drafter: EagleDrafter) -> bool:
+        """Whether a candidate's own children may be drafted: never after EOS, nor without hope."""
+        if self.tokens[child] in drafter.target.eos_ids or self.values[child] < drafter.min_probability:
+            return False
+        return drafter.static is None or self.ranks[child] in drafter.static.children

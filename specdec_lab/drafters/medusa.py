@@ -1,0 +1,174 @@
+"""Medusa: independent heads guess the next few tokens at once, and the likeliest combinations form the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from specdec_lab.cost import VerifyCost, measure_verify_cost
+from specdec_lab.drafters.base import DraftContext, Drafter
+from specdec_lab.errors import InputError
+from specdec_lab.heads.formats import load_head
+from specdec_lab.heads.medusa import MedusaHeads
+from specdec_lab.heads.published_trees import published_tree
+from specdec_lab.heads.recurrent import SharedParts
+from specdec_lab.heads.shipped import SHIPPED, head_source
+from specdec_lab.rank_trees import RankTree, rank_tree, tree_from_accuracy
+from specdec_lab.target import Target
+from specdec_lab.tree import DraftTree
+
+CONFIDENT, MEASURED = "confident", "measured"
+
+
+class MedusaDrafter(Drafter):
+    """Medusa heads (arXiv 2401.10774) on the target's last hidden state.
+
+    Head *h* guesses the token *h + 1* places after the last committed one. A path through the heads' choices is worth
+    the product of their probabilities. Deviation: by default the tree is grown anew in each round from these products,
+    where the paper's is static; static trees are a parameter.
+
+    Args:
+        head: folder or hub id of the heads; ``shipped`` for those of the default target.
+        tree: ``confident`` grows it by the heads' own probabilities; ``measured`` is static, from the accuracy that was
+            measured in training; the name of a published tree; or its paths of ranks, ``[[0],[0,0],[1]]``.
+        nodes: most draft tokens of a tree that is not stated path by path.
+        branches: choices of a head that can enter the tree.
+        verify_ms: milliseconds of a verify forward by its nodes, which decide how many of ``nodes`` are worth while;
+            ``None`` measures them on the target once. Only for ``confident``.
+        revision: branch, tag or commit of a hub id.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        head: str | MedusaHeads = SHIPPED,
+        tree: str | list[list[int]] = CONFIDENT,
+        nodes: Annotated[int, Field(ge=1, le=512)] = 24,
+        branches: Annotated[int, Field(ge=1, le=64)] = 8,
+        verify_ms: Mapping[int, float] | None = None,
+        revision: str | None = None,
+    ) -> None:
+        facts: Mapping[str, Any] = {}
+        if isinstance(head, str):
+            loaded, facts = load_head("medusa", head_source("medusa", head, target), target, revision=revision)
+            assert isinstance(loaded, MedusaHeads)
+            head = loaded
+        self.heads, self.parts = head, SharedParts(target, head.vocabulary)
+        self.branches = min(branches, len(head.vocabulary))
+        self.static = self._static(tree, nodes, facts)
+        super().__init__(target, max_nodes=1 + (len(self.static.paths) if self.static else nodes))
+        self.nodes = nodes
+        self.cost = None if verify_ms is None else VerifyCost(verify_ms)
+        self.feature_layers = head.feature_layers
+
+    @classmethod
+    def check_parameters(
+        cls, *, head: str, tree: str | list[list[int]], verify_ms: Mapping[int, float] | None, **others: Any
+    ) -> None:
+        """Refuse a blank head, an unknown tree and times that cannot be."""
+        check_head(head)
+        if isinstance(tree, str) and tree not in (CONFIDENT, MEASURED):
+            published_tree(tree)
+        if verify_ms is not None:
+            VerifyCost(verify_ms)
+
+    def _static(self, tree: str | list[list[int]], nodes: int, facts: Mapping[str, Any]) -> RankTree | None:
+        if tree == CONFIDENT:
+            return None
+        if tree == MEASURED:
+            return tree_from_accuracy(measured_accuracy(facts), nodes)
+        found = rank_tree(
+            published_tree(tree) if isinstance(tree, str) else tree, self.heads.heads, len(self.heads.vocabulary)
+        )
+        self.branches = max(self.branches, found.branches)
+        return found
+
+    def allocate(self, rows: int, tokens: int) -> None:
+        """Measure the target once, if the size of trees hangs on it."""
+        if self.cost is None and self.static is None:
+            self.cost = measure_verify_cost(self.target, self.max_nodes)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return the bytes of the heads and of their rows of the output layer."""
+        weights = sum(weight.numel() * weight.element_size() for weight in self.heads.parameters())
+        rows = 0 if self.heads.vocabulary.is_whole else self.parts.output.numel() * self.parts.output.element_size()
+        return {"draft_weights": weights + rows, "draft_kv": 0}
+
+    def propose(self, context: DraftContext) -> DraftTree:
+        """Return one sequence's tree."""
+        return self.propose_batch([context])[0]
+
+    @torch.inference_mode()
+    def propose_batch(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
+        """Run the heads of all rows at once."""
+        messages = [context.verification for context in contexts]
+        hidden = torch.stack([message.features[-1][message.path[-1]] for message in messages])  # [rows, hidden]
+        output = self.parts.output
+        logits = self.heads.logits(hidden.to(output.dtype), output).float()  # [rows, heads, draft_vocab]
+        best = logits.softmax(dim=-1).topk(self.branches, dim=-1)  # [rows, heads, branches]
+        ids = self.heads.vocabulary.token_ids.to(best.indices.device)[best.indices].tolist()
+        trees = []
+        for context, tokens, chances in zip(contexts, ids, best.values.tolist(), strict=True):
+            depth = min(self.heads.heads, context.max_depth)
+            paths = self._paths(tokens, chances, depth)
+            trees.append(self._tree(context.tokens[-1], paths, tokens, chances))
+        return trees
+
+    def _paths(self, tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], depth: int) -> RankTree:
+        """Return the ranks to draft in this round."""
+        if self.static is not None:
+            return self.static.within(depth)
+        grown = tree_from_accuracy(chances[:depth], self.nodes)
+        if self.cost is None:
+            return grown
+        values = sorted((_value(path, chances) for path in grown.paths), reverse=True)
+        return tree_from_accuracy(chances[:depth], max(1, self.cost.worth(values)))
+
+    def _tree(
+        self, root: int, ranks: RankTree, tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]]
+    ) -> DraftTree:
+        """Put tokens in the place of ranks; nothing is drafted after an EOS."""
+        place: dict[tuple[int, ...], int] = {(): 0}
+        made, parents, sure = [root], [-1], [1.0]
+        for path in ranks.paths:
+            parent = place.get(path[:-1])
+            if parent is None or (parent and made[parent] in self.target.eos_ids):
+                continue
+            place[path] = len(made)
+            made.append(tokens[len(path) - 1][path[-1]])
+            parents.append(parent)
+            sure.append(sure[parent] * chances[len(path) - 1][path[-1]])
+        return DraftTree(tuple(made), tuple(parents), confidence=tuple(sure))
+
+
+def _value(path: Sequence[int], chances: Sequence[Sequence[float]]) -> float:
+    value = 1.0
+    for depth, rank in enumerate(path):
+        value *= chances[depth][rank]
+    return value
+
+
+def check_head(head: object) -> None:
+    """Refuse a blank head.
+
+    Raises:
+        InputError: with the bare field.
+    """
+    if isinstance(head, str) and not head.strip():
+        raise InputError("head", head, f"give a folder or hub id, or {SHIPPED}")
+
+
+def measured_accuracy(facts: Mapping[str, Any]) -> list[list[float]]:
+    """Return the accuracy by depth and rank that a head's training has measured.
+
+    Raises:
+        InputError: the head states none.
+    """
+    accuracy = facts.get("accuracy_by_rank")
+    if not accuracy:
+        raise InputError("tree", MEASURED, "this head states no measured accuracy; use another tree")
+    return accuracy

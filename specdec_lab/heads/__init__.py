@@ -1,0 +1,1 @@
+"""Trainable draft heads and the formats that they are stored in."""

@@ -1,0 +1,135 @@
+"""A small causal LM made from its target: some of its layers, its embedding, its output layer at a draft vocabulary."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specdec_lab.errors import InputError, UnsupportedModelError
+from specdec_lab.heads.vocabulary import DraftVocabulary
+from specdec_lab.target import Target
+
+_LAYER = re.compile(r"^(?P<stem>.*\blayers\.)(?P<index>\d+)\.(?P<rest>.*)$")
+
+
+class DraftLM(nn.Module):
+    """The part of such a model that is its own: decoder layers and the norm after them, in float32.
+
+    Args:
+        target: what it is made from and drafts for.
+        origin: layers of the target that it starts as, in this order.
+        vocabulary: what it can draft.
+
+    Raises:
+        InputError: layers that the target does not have; with the bare field ``layers``.
+        UnsupportedModelError: a target without ``layers`` and ``norm`` in its decoder.
+    """
+
+    feature_layers = ()
+
+    def __init__(self, target: Target, origin: Sequence[int], vocabulary: DraftVocabulary) -> None:
+        super().__init__()
+        self.origin, self.vocabulary = tuple(origin), vocabulary
+        lm = draft_from_layers(target, self.origin)
+        lm.set_attn_implementation("eager" if lm.config._attn_implementation == "eager" else "sdpa")  # the rest has trees
+        decoder: Any = lm.base_model
+        if not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
+            raise UnsupportedModelError(f"the decoder of {target.name} has no layers and norm to make a draft from")
+        self._decoder, self._embedding = (decoder,), (target.model.get_input_embeddings(),)
+        self.layers, self.norm = decoder.layers.float(), decoder.norm.float()
+
+    def states(self, ids: Tensor) -> Tensor:
+        """Return the states that the output layer reads, ``[rows, tokens, hidden]``, for ids padded on the right."""
+        embedded = self._embedding[0](ids).detach().to(next(self.layers.parameters()).dtype)
+        return self._decoder[0](inputs_embeds=embedded, use_cache=False).last_hidden_state
+
+    def served(self, target: Target) -> Target:
+        """Return the model as a second target with the first one's dtype, embedding and output layer.
+
+        Its logits are over the draft vocabulary, ``[..., draft_vocab]``.
+        """
+        lm = draft_from_layers(target, self.origin)
+        decoder: Any = lm.base_model
+        decoder.layers.load_state_dict(self.layers.state_dict())
+        decoder.norm.load_state_dict(self.norm.state_dict())
+        if not self.vocabulary.is_whole:
+            lm.set_output_embeddings(reduced_output(target, self.vocabulary))
+        return Target(lm, target.tokenizer, name=f"{target.name}[{','.join(map(str, self.origin))}]")
+
+
+def draft_from_layers(target: Target, layers: Sequence[int]) -> PreTrainedModel:
+    """Return a model of the target's class whose layers are copies of some of the target's; the rest is the target's.
+
+    Raises:
+        InputError: layers that the target does not have; with the bare field ``layers``.
+    """
+    config = copy.deepcopy(target.model.config)
+    text = config.get_text_config()
+    check_layers(layers, text.num_hidden_layers)
+    kinds = getattr(text, "layer_types", None)
+    if kinds:
+        text.layer_types = [kinds[layer] for layer in layers]
+    text.num_hidden_layers = len(layers)
+    attention = target.model.config._attn_implementation
+    with torch.device("meta"):
+        draft = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    assert isinstance(draft, PreTrainedModel)
+    draft.load_state_dict(_chosen(target.model.state_dict(), layers), strict=False, assign=True)
+    draft.set_input_embeddings(target.model.get_input_embeddings())
+    draft.set_output_embeddings(target.model.get_output_embeddings())
+    _copy_buffers(target.model, draft)
+    missing = [name for name, weight in draft.named_parameters() if weight.is_meta]
+    if missing:
+        raise UnsupportedModelError(f"no layer of {target.name} could be copied to {missing[0]}")
+    return draft.eval()
+
+
+def check_layers(layers: Sequence[int], depth: int) -> None:
+    """Refuse layers that the target does not have.
+
+    Raises:
+        InputError: with the bare field ``layers``.
+    """
+    if not layers or min(layers) < 0 or max(layers) >= depth:
+        remedy = f"name layers of the target, from 0 to {depth - 1}, as [0,1,{depth - 1}]"
+        raise InputError("layers", list(layers), remedy)
+
+
+def reduced_output(target: Target, vocabulary: DraftVocabulary) -> nn.Linear:
+    """Return the target's output layer at a draft vocabulary, frozen."""
+    weight = target.model.get_output_embeddings().weight
+    assert isinstance(weight, Tensor)
+    rows = weight.detach()[vocabulary.token_ids.to(weight.device)].contiguous()
+    output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+    output.weight = nn.Parameter(rows, requires_grad=False)
+    return output
+
+
+def _chosen(weights: dict[str, Tensor], layers: Sequence[int]) -> dict[str, Tensor]:
+    """Return a state of as many layers as are named, each a copy of the layer of that index; the rest copied too."""
+    chosen: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        found = _LAYER.match(name)
+        if found is None:
+            if weight.dim() == 1:  # norms; embedding and output layer are the target's own
+                chosen[name] = weight.detach().clone()
+            continue
+        for place, layer in enumerate(layers):
+            if int(found["index"]) == layer:
+                chosen[f"{found['stem']}{place}.{found['rest']}"] = weight.detach().clone()
+    return chosen
+
+
+def _copy_buffers(source: nn.Module, draft: nn.Module) -> None:
+    """Fill what is in no checkpoint, such as the frequencies of rotary positions."""
+    known = dict(source.named_buffers())
+    for name, buffer in list(draft.named_buffers()):
+        if buffer.is_meta:
+            place, _, last = name.rpartition(".")
+            draft.get_submodule(place)._buffers[last] = known[name].clone()

@@ -1,0 +1,93 @@
+"""The folder of a draft model that was made from its target: its own layers, and what it takes from the target."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from specdec_lab.errors import InputError, one_line
+from specdec_lab.heads.draft_lm import DraftLM
+from specdec_lab.heads.vocabulary import DraftVocabulary
+from specdec_lab.target import Target
+
+FORMAT = "specdec_lab draft model 1"
+CONFIG, WEIGHTS, VOCABULARY = "config.json", "model.safetensors", "d2t"
+
+
+def is_draft_model(source: str) -> bool:
+    """Return whether a folder holds such a model, and no model of its own."""
+    try:
+        return json.loads((Path(source) / CONFIG).read_text(encoding="utf-8")).get("format") == FORMAT
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def save_draft_model(
+    draft: DraftLM, folder: Path, facts: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write a draft model; the folder gets its name only when it is complete.
+
+    Args:
+        facts: provenance and measurements, plain JSON.
+        dtype: of the stored weights.
+    """
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    weights = {name: weight.detach().to(dtype).contiguous() for name, weight in draft.state_dict().items()}
+    if not draft.vocabulary.is_whole:
+        weights[VOCABULARY] = draft.vocabulary.offsets()
+    save_file(weights, unfinished / WEIGHTS)
+    config = {
+        "format": FORMAT,
+        "origin_layers": list(draft.origin),
+        "target_vocab": draft.vocabulary.target_vocab,
+        "draft_vocab": len(draft.vocabulary),
+        "facts": dict(facts),
+    }
+    (unfinished / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(unfinished, folder)
+
+
+def load_draft_model(source: str, target: Target) -> tuple[DraftLM, dict[str, Any]]:
+    """Return the model, in evaluation mode, and its facts.
+
+    Raises:
+        InputError: damaged files, or a model that was made from another target; with the bare field ``model``.
+    """
+    folder = Path(source)
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        weights = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        remedy = f"its files cannot be read ({one_line(error)}); copy the folder again"
+        raise InputError("model", source, remedy) from error
+    if config.get("target_vocab") != target.vocab_size:
+        remedy = (
+            f"it was made from a target of {config.get('target_vocab')} ids and {target.name} has {target.vocab_size}"
+        )
+        raise InputError("model", source, remedy)
+    offsets = weights.pop(VOCABULARY, None)
+    vocabulary = (
+        DraftVocabulary.whole(target.vocab_size)
+        if offsets is None
+        else DraftVocabulary.from_offsets(offsets, target.vocab_size)
+    )
+    draft = DraftLM(target, config["origin_layers"], vocabulary)
+    expected = {name: tuple(weight.shape) for name, weight in draft.state_dict().items()}
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
+    if expected != found:
+        differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        remedy = f"{differ[0]} is {found.get(differ[0])} there and {expected.get(differ[0])} in {target.name}"
+        raise InputError("model", source, f"{remedy}; it was made from another target")
+    draft.load_state_dict(weights)
+    return draft.eval(), config.get("facts", {})

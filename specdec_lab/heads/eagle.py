@@ -1,0 +1,59 @@
+"""The head of EAGLE-1 and EAGLE-2: it predicts the target's next last hidden state (arXiv 2401.15077, 2406.16858)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from specdec_lab.heads.decoder import MLP, Attend, Attention, RMSNorm, Rotation
+from specdec_lab.heads.vocabulary import DraftVocabulary
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer without a norm before its attention, as in the published checkpoints."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, config.hidden_size, bias=bool(config.attention_bias))
+        self.mlp = MLP(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Return ``[rows, tokens, hidden]``."""
+        x = x + self.self_attn(x, rotation, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class EagleHead(nn.Module):
+    """One layer over the fused embedding and state; its output is read by the target's own output layer.
+
+    Args:
+        config: shape; ``hidden_size`` is the target's.
+        vocabulary: ids whose rows of the target's output layer are used.
+        fc_bias: whether the fusing layer has a bias: yes for Llama-2 and Vicuna heads, no for later ones.
+    """
+
+    feature_layers = (-1,)
+
+    def __init__(self, config: LlamaConfig, vocabulary: DraftVocabulary, fc_bias: bool = False) -> None:
+        super().__init__()
+        self.config, self.vocabulary, self.rotation = config, vocabulary, Rotation(config)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=fc_bias)
+        self.layers = nn.ModuleList([EagleLayer(config)])
+
+    def begin(self, features: Mapping[int, Tensor]) -> Tensor:
+        """Return the target's last hidden state as it is."""
+        return features[-1]
+
+    def step(self, state: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Return the predicted last hidden states, ``[rows, tokens, hidden]``."""
+        fused = self.fc(torch.cat((embedded, state), dim=-1))
+        return self.layers[0](fused, rotation, attend)
+
+    def logits(self, state: Tensor, shared_output: Tensor) -> Tensor:
+        """Return ``[..., draft_vocab]`` through the target's output layer."""
+        return F.linear(state, shared_output)

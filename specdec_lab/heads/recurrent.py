@@ -1,0 +1,75 @@
+"""What EAGLE heads have in common for those who train them and draft with them, and the target's parts they lean on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig
+
+from specdec_lab.errors import UnsupportedModelError
+from specdec_lab.heads.decoder import Attend, Rotation
+from specdec_lab.heads.vocabulary import DraftVocabulary
+from specdec_lab.target import Target
+
+
+class RecurrentHead(Protocol):
+    """One decoder layer that runs along the text on hidden states and the tokens that followed them.
+
+    The input at position *t* is what is known of the state after token *t* and the embedding of token *t + 1*; the
+    output stands for the state after token *t + 1*, from which token *t + 2* is drafted. It is the input of the next
+    step where the target's own state is not known yet.
+
+    Attributes:
+        config: shape of the layer.
+        vocabulary: what it can draft.
+        feature_layers: hidden states of the target that ``begin`` reads.
+        rotation: of its positions.
+    """
+
+    config: LlamaConfig
+    vocabulary: DraftVocabulary
+    feature_layers: tuple[int, ...]
+    rotation: Rotation
+
+    def begin(self, features: Mapping[int, Tensor]) -> Tensor:
+        """Return the layer's input from the target's states, ``{layer: [..., target hidden]} -> [..., hidden]``."""
+        ...
+
+    def step(self, state: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Return the next states, ``[rows, tokens, hidden]`` from states and embedded tokens of the same shape."""
+        ...
+
+    def logits(self, state: Tensor, shared_output: Tensor) -> Tensor:
+        """Return ``[..., draft_vocab]`` of states that ``step`` returned.
+
+        Args:
+            shared_output: the target's output layer at the draft vocabulary, ``[draft_vocab, target hidden]``; not read
+                by a head with an output layer of its own.
+        """
+        ...
+
+
+class SharedParts:
+    """The target's embedding, and its output layer at a draft vocabulary: frozen, never copied into a checkpoint.
+
+    Raises:
+        UnsupportedModelError: an output layer with a bias, which no published head accounts for.
+    """
+
+    def __init__(self, target: Target, vocabulary: DraftVocabulary) -> None:
+        output = target.model.get_output_embeddings()
+        if getattr(output, "bias", None) is not None:
+            raise UnsupportedModelError(f"the output layer of {target.name} has a bias; draft heads cannot share it")
+        weight, embedding = output.weight, target.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        assert isinstance(embedding, Tensor)
+        self._embedding = embedding.detach()
+        rows = weight.detach()
+        self.output = rows if vocabulary.is_whole else rows[vocabulary.token_ids.to(rows.device)].contiguous()
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return ``[..., hidden]`` in the target's dtype."""
+        return F.embedding(token_ids, self._embedding)

@@ -1,0 +1,273 @@
+"""The command line of a training as a user meets it: settings, exit codes, signals, files, one process and two."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from specdec_lab import conf
+from specdec_lab.distill.train_command import plan_training
+from specdec_lab.distill.train_settings import TrainSettings
+from specdec_lab.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "train.py"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+
+TINY = (
+    "target=tiny", "target.device=cpu", "head=medusa", "head.heads=2", "head.draft_vocab=null", "batch_size=4",
+    "data.prompts=[p.jsonl]", "data.responses=[r.jsonl]", "data.validation_share=0.2", "epochs=2", "warmup_steps=2",
+    "log_every=2", "evaluate_every=3", "save_every=2", "hydra.run.dir=run",
+)  # fmt: skip
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Prompts, and answers of random ids in the shape of a plain file of responses."""
+    generator = torch.Generator().manual_seed(0)
+    prompts, responses = [], []
+    for number in range(20):
+        ids = torch.randint(5, 300, (12,), generator=generator).tolist()
+        prompts.append({"question_id": number, "category": "talk", "turns": [f"question {number}"]})
+        responses.append({"question_id": number, "response_ids": [*ids, 2], "finished": True})
+    for name, rows in (("p.jsonl", prompts), ("r.jsonl", responses)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.fixture
+def command(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Return ``(overrides) -> (exit code, stdout, stderr)``: the script from its first line, in this process."""
+
+    def call(*overrides: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(data)
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *TINY, *overrides])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        shown = capfd.readouterr()
+        return int(end.value.code or 0), shown.out, shown.err
+
+    return call
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _hydra() -> Iterator[None]:
+    with initialize_config_module("specdec_lab.conf", version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> Any:
+    config = compose("train", overrides=["target=tiny", "head=medusa", "data.responses=[r.jsonl]", *overrides])
+    return OmegaConf.to_container(config, resolve=True)
+
+
+@pytest.mark.usefixtures("_hydra")
+def test_the_file_states_every_setting_with_its_default():
+    """A file and its model cannot drift apart."""
+    plain = composed()
+    assert TrainSettings(**{name: plain[name] for name in TrainSettings.model_fields}) == TrainSettings()
+
+
+@pytest.mark.usefixtures("_hydra")
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("learning_rate=0", "learning_rate=0: .*greater than 0"),
+        ("learning_rate=fast", "learning_rate='fast': .*number"),
+        ("learning_rate=nan", "learning_rate=nan: "),
+        ("schedule=sine", "schedule='sine': .*'cosine'"),
+        ("betas=[0.9]", "betas.1=None: "),
+        ("betas=[0.9,1]", "betas.1=1: .*less than 1"),
+        ("floor=2", "floor=2: "),
+        ("clip=0", "clip=0: "),
+        ("precision=fp16", "precision='fp16': "),
+        ("batch_size=0", "batch_size=0: "),
+        ("max_steps=1.5", "max_steps=1.5: .*integer"),
+        ("warmup_steps=-1", "warmup_steps=-1: "),
+        ("save_every=null", "save_every=None: "),
+        ("keep=0", "keep=0: "),
+        ("features=sometimes", "features='sometimes': "),
+        ("+colour=red", "colour='red': "),
+        ("head.heads=0", "head.heads=0: "),
+        ("+head.size=1", "head.size=1: there is no field"),
+        ("head._target_=os.getcwd", "head._target_='os.getcwd': this is no Learner"),
+        ("data.max_tokens=0", "data.max_tokens=0: "),
+        ("target.dtype=int3", "target.dtype='int3': "),
+        ("head=5", "head=5: this is a group"),
+    ],
+)
+def test_wrong_settings_are_named_before_anything_is_loaded(override: str, sentence: str):
+    """One sentence names the field, the value and the remedy."""
+    plain = composed() if override.startswith("head=") else composed(override)
+    if override.startswith("head="):
+        plain["head"] = 5
+    with pytest.raises(InputError, match=sentence) as refused:
+        plan_training(plain)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("_hydra")
+def test_learning_rates_are_numbers_however_spelled():
+    """Guards CL-02: ``1e-4`` is text to a plain YAML reader and a number to Hydra's; here it is a number always."""
+    for text in ("1e-4", "1.0e-4", "1E-4", "0.0001"):
+        assert plan_training(composed(f"learning_rate={text}")).settings.learning_rate == 1e-4
+        from_file = {**composed(), **yaml.safe_load(f"learning_rate: {text}")}
+        assert plan_training(from_file).settings.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(str(conf.__path__[0])) / "accelerate").iterdir()), ids=lambda path: path.stem
+)
+def test_launch_files_are_what_accelerate_reads(path: Path):
+    """No key that the launcher does not know, and no ``MULTI_CPU``, with which it starts one process only."""
+    found: Any = load_config_from_file(str(path))
+    assert found.distributed_type != "MULTI_CPU"
+    assert found.num_processes == (2 if path.stem in ("cpu2", "ddp", "fsdp2") else 1)
+    assert found.use_cpu == path.stem.startswith("cpu")
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_training_leaves_a_head_and_its_history(command, data: Path):
+    """From files to an exported head, with the checks before it, one W&B run beside it, and nothing else."""
+    code, out, err = command("tracking=wandb", "tracking.mode=offline", "learning_rate=1e-2")
+    assert code == 0, err
+    run = data / "run"
+    assert "head: " in out
+    assert "labels" in err
+    assert "Traceback" not in out + err
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml", "metrics.jsonl", "checkpoints", "head", "wandb", "training_curve.csv", "training_curve.png"
+    }  # fmt: skip
+    rows = rows_of(run)
+    last = [row for row in rows if row["kind"] == "train"][-1]
+    assert last["epoch"] == 2
+    assert {row["optimizer_step"] for row in rows if row["kind"] == "evaluation"} >= {3}
+    assert list((run / "head").iterdir())
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["learning_rate"] == 0.01
+    assert config["head"]["heads"] == 2
+    assert len(list((run / "wandb").glob("offline-run-*"))) == 1
+
+
+def test_mistakes_are_one_sentence(command, data: Path):
+    """Refused with exit code 1, before a run folder has anything in it."""
+    for overrides, words in (
+        (["data.responses=[absent.jsonl]"], ["data.responses", "absent.jsonl"]),
+        (["resume=true"], ["resume=True", "config.yaml"]),
+        (["resume=true", "overwrite=true"], ["overwrite=True"]),
+        (["learning_rate=0"], ["learning_rate=0"]),
+        (["head=meduza"], ["meduza", "medusa"]),
+        (["min_coverage=2"], ["min_coverage=2"]),
+    ):
+        code, out, err = command(*overrides)
+        assert code == 1, err
+        assert "Traceback" not in out + err
+        last = err.strip().splitlines()[-1]
+        assert last.startswith("error: ")
+        assert all(word in last for word in words), err
+        assert not list((data / "run").glob("*"))
+    (data / "run").mkdir(exist_ok=True)
+    (data / "run" / "notes.txt").write_text("mine")
+    code, _, err = command()
+    assert code == 1
+    assert "notes.txt" in err
+    assert [path.name for path in (data / "run").iterdir()] == ["notes.txt"]
+
+
+def interrupted(data: Path, number: signal.Signals, *overrides: str) -> tuple[int, str]:
+    """Start the script in a process of its own and send it a signal once it has saved its fourth step."""
+    with subprocess.Popen(
+        [sys.executable, str(SCRIPT), *TINY, *overrides], cwd=data, env=ENVIRONMENT, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + 120
+        while not (data / "run" / "checkpoints" / "step_00000004").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=120)
+    return process.returncode, err
+
+
+LONG = ("epochs=40", "keep=100", "evaluate_every=null")
+
+
+def test_ctrl_c_and_kill_are_gone_on_from(command, data: Path):
+    """Exit code 130 with one sentence that says how to go on; after kill -9, and then to the end, no row is doubled."""
+    code, err = interrupted(data, signal.SIGINT, *LONG)
+    assert code == 130, err
+    assert "Traceback" not in err
+    assert "resume=true" in err.strip().splitlines()[-1]
+    stopped = max(int(path.name[5:]) for path in (data / "run" / "checkpoints").iterdir())
+    code, err = interrupted(data, signal.SIGKILL, *LONG, "resume=true")
+    assert code == -signal.SIGKILL
+    code, _, err = command(*LONG, "resume=true")
+    assert code == 0, err
+    steps = [row["optimizer_step"] for row in rows_of(data / "run") if row["kind"] == "train"]
+    assert steps == sorted(set(steps))
+    assert steps[-1] > stopped
+    assert {row["attempt"] for row in rows_of(data / "run")} >= {0, 1}
+
+
+@pytest.mark.slow
+def test_two_processes_share_one_folder(data: Path):
+    """Guards CL-05 and TK-04: a launch of two processes makes one folder, whatever its time of day, and one W&B run.
+
+    Its numbers are those of one process that takes twice the micro-batches.
+    """
+    folder = "hydra.run.dir=runs/${now:%H-%M-%S-%f}"
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(ROOT / "conf/accelerate/cpu2.yaml"),
+    ]
+    done = subprocess.run(
+        [*launch, str(SCRIPT), *TINY, folder, "batch_size=2", "tracking=wandb", "tracking.mode=offline"],
+        cwd=data, env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (run,) = (data / "runs").iterdir()
+    assert len(list((run / "wandb").glob("offline-run-*"))) == 1
+    assert done.stdout.count("head: ") == 1
+    alone = subprocess.run(
+        [sys.executable, str(SCRIPT), *TINY, "batch_size=2", "accumulation=2"],
+        cwd=data, env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert alone.returncode == 0, alone.stderr
+    together, single = rows_of(run), rows_of(data / "run")
+    assert [row["loss"] for row in together] == pytest.approx([row["loss"] for row in single], rel=1e-4)
+    assert [row["labels"] for row in together if row["kind"] == "train"] == [
+        row["labels"] for row in single if row["kind"] == "train"
+    ]

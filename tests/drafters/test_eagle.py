@@ -1,0 +1,192 @@
+"""EAGLE: the head's cache, its inputs and its trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from heads_at_hand import eagle3_head, eagle_head, every_other
+
+from specdec_lab.decode import Request, speculative_decode
+from specdec_lab.distill.batch import Batch, Example, collate
+from specdec_lab.distill.unrolled import unrolled
+from specdec_lab.drafters.eagle import EagleDrafter
+from specdec_lab.errors import InputError
+from specdec_lab.heads.eagle import EagleHead
+from specdec_lab.heads.eagle3 import Eagle3Head, default_feature_layers
+from specdec_lab.target import Target
+
+FLAT = {1: 1.0, 512: 1.0}
+"""Costs under which every node pays."""
+
+HEADS = [eagle_head, eagle3_head]
+
+
+def decode(
+    target: Target, drafter: EagleDrafter, prompts: list[tuple[int, ...]], tokens: int = 24, batch_size: int = 1
+):
+    requests = [Request(prompt, tokens) for prompt in prompts]
+    finished = {}
+    for progress in speculative_decode(target, drafter, requests, batch_size=batch_size):
+        if progress.generation is not None:
+            assert progress.generation.error is None
+            finished[progress.index] = progress.generation
+    return [finished[index] for index in range(len(prompts))]
+
+
+class Watched(EagleDrafter):
+    """Remembers what it proposed for which text."""
+
+    def propose_batch(self, contexts):
+        trees = super().propose_batch(contexts)
+        self.seen.extend((tuple(context.tokens), tree) for context, tree in zip(contexts, trees, strict=True))
+        return trees
+
+
+def watched(target: Target, head, **settings) -> Watched:
+    drafter = Watched(target, head=head, verify_ms=FLAT, **settings)
+    drafter.seen = []
+    return drafter
+
+
+def features_of(target: Target, ids: torch.Tensor, layers) -> dict[int, torch.Tensor]:
+    states = target.model(input_ids=ids, output_hidden_states=True).hidden_states
+    return {layer: states[layer].detach() for layer in layers}
+
+
+def chain_by_training_code(
+    target: Target, head: EagleHead | Eagle3Head, text: tuple[int, ...], depth: int
+) -> list[int]:
+    """Return the greedy chain after a text, each token by a whole run of the unrolled head as training runs it."""
+    drafted: list[int] = []
+    drafter = EagleDrafter(target, head=head, verify_ms=FLAT)
+    for step in range(depth):
+        # position t of step i has seen the states up to t and the tokens up to t + 1 + i
+        tokens = (*text, *drafted, 0)
+        example = Example("x", tokens, (False,) * len(tokens))
+        batch = collate([example])
+        features = features_of(target, torch.tensor([text]), head.feature_layers)
+        wide = {
+            layer: torch.cat((state, state.new_zeros(1, len(tokens) - len(text), state.shape[-1])), dim=1)
+            for layer, state in features.items()
+        }
+        batch = Batch(batch.ids, batch.supervised, batch.lengths, wide, batch.keys)
+        states = list(unrolled(head, drafter.parts, batch, step + 1))[-1]
+        logits = head.logits(
+            states[0, len(text) - 2], drafter.parts.output
+        )  # the last state is not known when drafting
+        drafted.append(int(head.vocabulary.token_ids[logits.argmax()]))
+    return drafted
+
+
+@pytest.mark.parametrize("make", HEADS)
+@pytest.mark.parametrize("reduced", [False, True])
+@torch.inference_mode()
+def test_drafts_are_those_that_training_simulates(make: Callable, reduced: bool, tiny_target):
+    """TD-16 and CP-08: a head that is fed one thing in training and another in decoding.
+
+    The chain that the engine drafts in every round, with its cache, is the one that the training code gives for the
+    same text from scratch.
+    """
+    target: Target = tiny_target()
+    head = make(target, every_other(target) if reduced else None)
+    drafter = watched(target, head, depth=4, width=1, branches=1, min_probability=0.0)
+    decode(target, drafter, [tuple(range(5, 17)), (9, 40, 41)], tokens=14)
+    assert len(drafter.seen) > 8
+    for text, tree in drafter.seen:
+        assert tree.is_chain
+        if tree.depth:
+            assert list(tree.tokens[1:]) == chain_by_training_code(target, head, text, tree.depth)
+
+
+@pytest.mark.parametrize("make", HEADS)
+def test_cache_holds_true_features_whatever_was_accepted(make: Callable, tiny_target):
+    """CP-08: predicted features left in the cache lower the acceptance without a trace in the text."""
+    target: Target = tiny_target()
+    head = make(target)
+    drafter = watched(target, head, depth=3)
+    prompt = tuple(range(20, 31))
+    (generation,) = decode(target, drafter, [prompt], tokens=20)
+    text = drafter.seen[-1][0]
+    kept = drafter.cache.committed(0, len(text) - 1)[0]
+    fresh = watched(target, head, depth=3)
+    (again,) = decode(target, fresh, [text], tokens=4)  # the whole text as a prompt: no round before
+    expected = fresh.cache.committed(0, len(text) - 1)[0]
+    assert generation.output_ids[: len(text) - len(prompt)] == text[len(prompt) :]
+    assert again.output_ids
+    for found, wanted in zip(kept, expected, strict=True):
+        assert torch.allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", HEADS)
+def test_rows_of_a_batch_draft_as_alone(make: Callable, tiny_target):
+    target: Target = tiny_target()
+    head = make(target)
+    prompts = [tuple(range(5, 9)), tuple(range(30, 110)), (7,), tuple(range(60, 71)), tuple(range(11, 90))]
+    alone = watched(target, head)
+    together = watched(target, head)
+    expected = decode(target, alone, prompts, batch_size=1)
+    found = decode(target, together, prompts, batch_size=3)
+    assert [one.output_ids for one in found] == [one.output_ids for one in expected]
+    assert sorted((text, tree.tokens, tree.parents) for text, tree in together.seen) == sorted(
+        (text, tree.tokens, tree.parents) for text, tree in alone.seen
+    )
+
+
+def test_dynamic_tree_keeps_the_best_candidates_closed_under_ancestors(tiny_target):
+    """TR-08: a node whose parent was pruned."""
+    target: Target = tiny_target()
+    head = eagle_head(target)
+    few = watched(target, head, nodes=6, depth=4, width=3, branches=3, min_probability=0.0)
+    many = watched(target, head, nodes=64, depth=4, width=3, branches=3, min_probability=0.0)
+    prompt = tuple(range(40, 52))
+    decode(target, few, [prompt], tokens=8)
+    decode(target, many, [prompt], tokens=8)
+    all_of = dict(many.seen)
+    compared = 0
+    for text, tree in few.seen:
+        if text not in all_of or tree.depth == 0:
+            continue
+        whole = all_of[text]
+        assert tree.confidence is not None
+        assert whole.confidence is not None
+        best = sorted(whole.confidence[1:], reverse=True)[: len(tree) - 1]
+        assert sorted(tree.confidence[1:], reverse=True) == pytest.approx(best)
+        compared += len(tree) == 7
+    assert compared
+
+
+def test_static_tree_is_offered_as_stated(tiny_target):
+    target: Target = tiny_target()
+    paths = [[0], [1], [0, 0], [1, 0], [0, 0, 2]]
+    drafter = watched(target, eagle_head(target), tree=paths)
+    decode(target, drafter, [tuple(range(5, 20))], tokens=12)
+    shapes = {
+        tree.parents for _, tree in drafter.seen if drafter.target.eos_ids.isdisjoint(tree.tokens) and tree.depth == 3
+    }
+    assert shapes == {(-1, 0, 0, 1, 2, 3)}
+
+
+def test_nothing_is_drafted_after_eos(tiny_target):
+    target: Target = tiny_target()
+    drafter = watched(target, eagle_head(target), nodes=64, branches=8, width=8, min_probability=0.0)
+    decode(target, drafter, [tuple(range(5, 20))], tokens=30)
+    eos = target.eos_ids
+    for _, tree in drafter.seen:
+        assert not any(tree.tokens[tree.parents[node]] in eos for node in range(1, len(tree)) if tree.parents[node])
+
+
+def test_default_layers_of_published_heads():
+    """TD-13: picks that coincide in a shallow target are refused, not merged."""
+    assert default_feature_layers(32) == (2, 16, 29)
+    assert default_feature_layers(7) == (2, 3, 4)
+    for depth in (1, 2, 3, 5, 6):
+        with pytest.raises(InputError) as error:
+            default_feature_layers(depth)
+        assert error.value.field == "feature_layers"
+
+
+def test_no_head_is_shipped_for_a_random_target(tiny_target):
+    with pytest.raises(InputError, match="no eagle head comes with the package for llama"):
+        EagleDrafter(tiny_target())

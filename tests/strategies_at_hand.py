@@ -1,4 +1,4 @@
-"""Every strategy of ``conf/drafter/`` as it is configured there, with a stand-in for what is shipped with the package."""
+"""Every strategy of ``conf/drafter/`` as it is configured there; something untrained stands in for what is shipped."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from heads_at_hand import eagle3_head, eagle_head, medusa_heads
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from specdec_lab.audit.toy import IMPOSSIBLE_LOGIT
 from specdec_lab.drafters.base import Drafter
 from specdec_lab.heads.shipped import SHIPPED
 from specdec_lab.target import Target
-from heads_at_hand import eagle3_head, eagle_head, medusa_heads
 
 HEADS = {"medusa": medusa_heads, "eagle": eagle_head, "eagle3": eagle3_head}
 
@@ -29,6 +29,7 @@ def maker(name: str, folder: Path, **changes: object) -> Make:
 
     def make(target: Target) -> Drafter:
         config = OmegaConf.create(text)
+        assert isinstance(config, DictConfig)
         given: dict[str, object] = {}
         if config.get("model") == SHIPPED:
             config.model = str(disturbed_copy(target, folder, 1.0 if target.name == "toy" else 0.1))

@@ -86,7 +86,10 @@ def command(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["strategies=[eagel]"], ["strategies='eagel'", "autoregressive, draft_model, hybrid, lookahead, ngram"]),
+        (
+            ["strategies=[eagel]"],
+            ["strategies='eagel'", "autoregressive, draft_model, eagle, eagle3, hybrid, lookahead, medusa, ngram"],
+        ),
         (["drafter.ngram.kk=3"], ["drafter.ngram.kk"]),
         (["drafter.ngram.k=0"], ["drafter.ngram.k=0", "greater than or equal to 1"]),
         (["strategies=[autoregressive]", "drafter.ngram.k=0"], ["drafter.ngram.k=0", "greater than or equal to 1"]),

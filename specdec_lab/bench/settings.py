@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from specdec_lab.bench.prompts import PromptSet, load_prompts
 from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, suggest, validate
 from specdec_lab.errors import InputError
-from specdec_lab.sampling import SamplingParams
 from specdec_lab.heads.shipped import SHIPPED, is_shipped
+from specdec_lab.sampling import SamplingParams
 from specdec_lab.strategies import StrategyPlan, plan_strategy, without_target
 from specdec_lab.target import Exact, Target
 from specdec_lab.tracking import TrackingSettings, check_tracking, tracking_settings

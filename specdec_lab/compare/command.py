@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 
-from specdec_lab.bench.command import REFUSED, SUCCESS, say, say_error
+from specdec_lab.bench.command import INTERRUPTED, REFUSED, SUCCESS, say, say_error
 from specdec_lab.bench.console import result_console
-from specdec_lab.bench.files import StorageError, write_atomically
 from specdec_lab.compare.comparison import Comparison, compare
-from specdec_lab.compare.tables import comparison_csv, pair_table, strategy_table
-from specdec_lab.errors import InputError, SpecdecError
-from specdec_lab.report.html import report_html
-
-DOCUMENT, TABLE, REPORT = "comparison.json", "comparison.csv", "report.html"
+from specdec_lab.compare.files import check_out, write_comparison
+from specdec_lab.compare.tables import pair_table, strategy_table
+from specdec_lab.errors import SpecdecError
 
 
 def compare_main(words: Sequence[str] | None = None) -> int:
@@ -40,6 +36,8 @@ def compare_main(words: Sequence[str] | None = None) -> int:
     except SpecdecError as error:
         say_error(err, str(error))
         return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
     show(comparison, out)
     say(out, f"results: {folder}")
     return SUCCESS
@@ -67,38 +65,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def check_out(folder: Path, *, overwrite: bool) -> None:
-    """Decide whether a comparison may be written into a folder; nothing is changed.
-
-    Raises:
-        InputError: it is a file, or holds an earlier comparison that is not to be replaced.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise InputError("--out", str(folder), "this is a file; give a folder")
-    held = [name for name in (DOCUMENT, TABLE, REPORT) if (folder / name).exists()]
-    if held and not overwrite:
-        raise InputError("--out", str(folder), f"it holds {held[0]}; add --overwrite or give another folder")
-
-
-def write_comparison(folder: Path, comparison: Comparison) -> None:
-    """Write ``comparison.json``, ``comparison.csv`` and ``report.html``, each complete or not at all.
-
-    Raises:
-        StorageError: they cannot be written.
-    """
-    document = comparison.document()
-    text = json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-    report = report_html(json.loads(text))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / DOCUMENT, text)
-        write_atomically(folder / TABLE, comparison_csv(comparison))
-        write_atomically(folder / REPORT, report)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(f"--out={str(folder)!r}: writing failed ({reason}); make room or give another") from error
 
 
 def show(comparison: Comparison, out: Console) -> None:

@@ -60,8 +60,8 @@ class Batch:
     def labels_at(self, offset: int) -> tuple[Tensor, Tensor]:
         """Return what is to be predicted at each position, ``offset`` tokens further on, and where that is a label.
 
-        The mark moves with the label: position *t* counts when token *t + offset* is the target's own, so that the first
-        token of a reply is learnt from the end of the prompt, and nothing is learnt past the end.
+        The mark moves with the label: position *t* counts when token *t + offset* is the target's own, so that the
+        first token of a reply is learnt from the end of the prompt, and nothing is learnt past the end.
 
         Returns:
             Token ids, ``[rows, tokens]`` (0 where there is none), and marks, ``[rows, tokens]``, bool.

@@ -45,7 +45,7 @@ FORMAT = 1
 SHARD_BYTES = 256_000_000
 """A shard is written once it holds this many bytes; so much may be lost to a kill, and so much memory is needed."""
 
-BATCH_TOKENS = 4096
+BATCH_TOKENS = 2048
 """Padded tokens of one forward of the target while the cache is written."""
 
 _TEMPORARY = ".tmp"

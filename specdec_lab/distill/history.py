@@ -9,6 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,17 @@ def simulated_acceptance_length(accuracy: Mapping[str, float]) -> float | None:
         length += accuracy.get(f"accuracy/depth{depth}/chain", product)
         depth += 1
     return length if depth > 1 else None
+
+
+def accuracy_by_rank(accuracy: Mapping[str, float]) -> list[list[float]]:
+    """Return how often the choice of each rank was right at each depth, ``[depths][ranks]``; see ``averages``."""
+    found: list[list[float]] = []
+    while (first := accuracy.get(f"accuracy/depth{len(found) + 1}/top1")) is not None:
+        within, depth = [first], len(found) + 1
+        while (more := accuracy.get(f"accuracy/depth{depth}/top{len(within) + 1}")) is not None:
+            within.append(more)
+        found.append([first, *(more - less for less, more in pairwise(within))])
+    return found
 
 
 # --- metrics.jsonl ---------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from specdec_lab.distill.history import (
     History,
     Row,
     Sums,
+    accuracy_by_rank,
     added,
     averages,
     outcome_sums,
@@ -500,6 +501,14 @@ class _Training:
                 write_checkpoint(self.folder / CHECKPOINTS, head, optimizer, state, self.settings.keep)
         self.accelerator.wait_for_everyone()
 
+    def measured(self) -> dict[str, Any]:
+        """Return what the last evaluation found, for who uses the head; nothing without one."""
+        rows = () if self.history is None else self.history.rows
+        last = next((row for row in reversed(rows) if row["kind"] == "evaluation"), None)
+        if last is None:
+            return {}
+        return {"evaluation": dict(last), "accuracy_by_rank": accuracy_by_rank(last)}
+
     def export(self, step: int) -> Path:
         """Write the head as its strategy loads it, and return the folder."""
         folder = self.folder / EXPORT
@@ -509,6 +518,7 @@ class _Training:
                 "optimizer_steps": step,
                 "trained_on": {name: self.counters[name] for name in ("examples", "labels", "tokens", "seconds")},
                 "training": self.identity,
+                **self.measured(),
                 **self.plan.provenance,
                 **provenance(),
             }

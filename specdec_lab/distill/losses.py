@@ -33,7 +33,7 @@ def forward_kl(teacher_logits: Tensor, student_logits: Tensor) -> Tensor:
 
 
 def reverse_kl(teacher_logits: Tensor, student_logits: Tensor) -> Tensor:
-    """Return ``KL(q || p) = sum q (log q - log p)`` (arXiv 2306.08543): the student stays where the teacher is likely."""
+    """Return ``KL(q || p) = sum q (log q - log p)`` (arXiv 2306.08543): the student stays where the teacher is."""
     log_draft = _log(student_logits)
     return (log_draft.exp() * (log_draft - _log(teacher_logits).detach())).sum(dim=-1)
 

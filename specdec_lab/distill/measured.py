@@ -23,8 +23,8 @@ def measure_on(
         settings: of the strategy, where they differ from its defaults.
 
     Returns:
-        A function of the learner. Its numbers: ``real_acceptance_length`` (emitted tokens per round, bonus included) and
-        ``real_accepted/depthD`` (share of rounds that accepted at least D drafts).
+        A function of the learner. Its numbers: ``real_acceptance_length`` (emitted tokens per round, bonus included)
+        and ``real_accepted/depthD`` (share of rounds that accepted at least D drafts).
 
     Raises:
         SpecdecError: from that function, if a prompt could not be decoded.

@@ -23,14 +23,17 @@ from specdec_lab.errors import InputError, SpecdecError, UnsupportedModelError, 
 from specdec_lab.target import Target
 from specdec_lab.tree import chain
 
-COMPARED_TOKENS = 64
+COMPARED_TOKENS = 128
 """Tokens of a text whose features and logits are compared with those of decoding."""
 
 COVERAGE_TEXTS = 1024
 """Texts, spread evenly over the data, that the coverage of the draft vocabulary is measured on."""
 
-STATES_WITHIN = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
-"""Largest relative difference of a position's states that another shape of forward explains, by dtype."""
+STATES_WITHIN = {torch.float32: 1e-3, torch.float16: 0.015, torch.bfloat16: 0.06}
+"""Relative difference of states that another shape of forward explains, by dtype.
+
+In bfloat16 a 30-layer target differs by 0.02 to 0.03 between shapes, and by 0.2 from its own state one token earlier.
+"""
 
 LOGITS_WITHIN = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """The same for the output layer alone, which is applied to the very states that the model applied it to."""
@@ -123,7 +126,7 @@ class PreflightReport:
 
     Attributes:
         marks: of the data.
-        features_off: largest relative difference from the features of decoding, by layer.
+        features_off: largest ``relative_difference`` of a text from the features of decoding, by layer.
         logits_off: the same of the logits that the output layer makes of the last hidden state.
         coverage: share of the labels that the draft vocabulary holds.
         memory: what training takes.
@@ -294,7 +297,7 @@ def check_features(learner: Learner, batch: Batch, examples: Sequence[Example]) 
         examples: the same texts.
 
     Returns:
-        The largest relative difference of a position by layer, and that of the logits.
+        The largest ``relative_difference`` of a text by layer, and that of the logits.
 
     Raises:
         InputError: the batch lacks a layer that the head reads.
@@ -353,9 +356,12 @@ def _known_reason(target: Target) -> str:
 
 
 def relative_difference(got: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference of a position, ``[tokens, numbers]``, as a share of the wanted row's length."""
+    """Return how far two tensors ``[tokens, numbers]`` are apart, each row as a share of the wanted row's length.
+
+    Nine rows in ten differ by at most that: a fault moves all of them, rounding now and then moves one far.
+    """
     got, wanted = got.float().to(wanted.device), wanted.float()
-    return float(((got - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-12)).max())
+    return float(((got - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-12)).quantile(0.9))
 
 
 # --- draft vocabulary -------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from specdec_lab.distill.response_files import (
     counts_of,
     pack,
     read_manifest,
+    read_responses,
     write_manifest,
 )
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
@@ -75,6 +76,7 @@ class PromptSettings(BaseModel):
     paths: tuple[str, ...] = ()
     limit: PositiveInt | None = None
     self_written: NonNegative = 0
+    openings: tuple[str, ...] = ()
 
 
 class GenerationSettings(BaseModel):
@@ -84,6 +86,7 @@ class GenerationSettings(BaseModel):
 
     prompts: PromptSettings = PromptSettings()
     samples: Annotated[tuple[NonNegative, ...], Field(min_length=1)] = (GREEDY_SAMPLE,)
+    answered: tuple[str, ...] = ()
     max_prompt_tokens: PositiveInt = 256
     max_new_tokens: PositiveInt = 192
     batch_size: PositiveInt = 64
@@ -105,6 +108,7 @@ class GenerationPlan:
         model: how the configuration names the target: ``model`` and ``revision``.
         prompts: that do not leak, in the order of their files.
         leaks: prompts that were left out since they leak.
+        answered: responses of other runs, which are not made again.
     """
 
     settings: GenerationSettings
@@ -115,6 +119,7 @@ class GenerationPlan:
     prompts: tuple[Prompt, ...]
     evaluation: Evaluation
     leaks: int
+    answered: Mapping[ResponseKey, Response] = field(default_factory=dict)
 
 
 @dataclass
@@ -165,6 +170,7 @@ def plan_generation(config: Mapping[str, Any]) -> GenerationPlan:
         prompts,
         evaluation,
         len(leaks),
+        {row.key: row for path in settings.answered for row in read_responses(path, "answered").responses},
     )
 
 
@@ -256,6 +262,8 @@ def _stated(plan: GenerationPlan) -> dict[str, Any]:
         "samples": list(settings.samples),
         "max_prompt_tokens": settings.max_prompt_tokens,
         "max_new_tokens": settings.max_new_tokens,
+        "openings": list(settings.prompts.openings),
+        "answered": sorted(Path(path).name for path in settings.answered),
         "prompts": [{"name": file.name, "sha256": file.sha256, "prompts": len(file.prompts)} for file in plan.files],
     }
 
@@ -335,7 +343,8 @@ class _Answerer:
         for prompt in prompts:
             if turn >= len(prompt.turns):
                 continue
-            earlier = [responses.rows.get(ResponseKey(prompt.question_id, at, GREEDY_SAMPLE)) for at in range(turn)]
+            keys = [ResponseKey(prompt.question_id, at, GREEDY_SAMPLE) for at in range(turn)]
+            earlier = [responses.rows.get(key) or self.plan.answered.get(key) for key in keys]
             answers = [
                 answer_text(self.tokenizer, row.response_ids, row.finished) for row in earlier if row is not None
             ]
@@ -364,7 +373,7 @@ class _Answerer:
             for at in order:
                 prompt, ids = contexts[at]
                 key = ResponseKey(prompt.question_id, turn, sample)
-                if key not in responses.rows:
+                if key not in responses.rows and key not in self.plan.answered:
                     todo.append(_Todo(key, ids, prompt.turns[0] if prompt.category == SELF else None))
         greedy = samples == [GREEDY_SAMPLE]
         sampling = replace(self.plan.sampling, temperature=0.0) if greedy else self.plan.sampling
@@ -416,19 +425,26 @@ class _Answerer:
         """Let the target write the user's turn, as often as asked: what it says where the template leaves that open.
 
         Each is drawn with the sampling of the drawn samples and ends where the model ends the turn (arXiv 2406.08464).
+        Where openings are given the user's turn begins with one of them, by turns, and the target goes on.
 
         Raises:
             InputError: the longest prompt leaves no room for a user's turn.
         """
         settings = self.plan.settings
-        opening = open_user_turn(self.tokenizer)
+        start = open_user_turn(self.tokenizer)
         room = settings.max_prompt_tokens - len(render_chat(self.tokenizer, [{"role": "user", "content": "a"}]))
         if room < 1:
             remedy = f"the chat template alone takes {settings.max_prompt_tokens - room} tokens; give more"
             raise InputError("max_prompt_tokens", settings.max_prompt_tokens, remedy)
         count = settings.prompts.self_written
         keys = [ResponseKey(SELF, 0, number) for number in range(count)]
-        todo = [_Todo(key, opening) for key in keys if key not in written.rows]
+        begun = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in settings.prompts.openings]
+        todo = [
+            _Todo(key, (*start, *(begun[key.sample % len(begun)] if begun else ())))
+            for key in keys
+            if key not in written.rows
+        ]
+        room -= max(map(len, begun), default=0)
         self._decode(todo, room, self.plan.sampling, written, "prompts of its own", count - len(todo))
 
     def written_prompts(self, written: Sequence[Response]) -> list[Prompt]:
@@ -436,7 +452,9 @@ class _Answerer:
         kept: list[Prompt] = []
         seen = {words_of(turn) for prompt in self.plan.prompts for turn in prompt.turns}
         for row in sorted(written, key=lambda row: row.sample):
-            text = answer_text(self.tokenizer, row.response_ids, row.finished).strip()
+            openings = self.plan.settings.prompts.openings
+            begun = openings[row.sample % len(openings)] if openings else ""
+            text = (begun + answer_text(self.tokenizer, row.response_ids, row.finished)).strip()
             prompt = Prompt(f"{SELF}/{row.sample}", SELF, (text,))
             reason = self._fault(row, text, prompt, seen)
             self.tally.written[reason or "kept"] += 1

@@ -31,8 +31,8 @@ from specdec_lab.bench.command import (
     say_error,
 )
 from specdec_lab.bench.files import CONFIG, storage, write_atomically
-from specdec_lab.bench.run import enough_memory
 from specdec_lab.bench.prompts import load_prompts
+from specdec_lab.bench.run import enough_memory
 from specdec_lab.chat import render_chat
 from specdec_lab.config import check_arguments, locate, validate
 from specdec_lab.distill.batch import Example
@@ -195,7 +195,7 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
         identity["target"].pop("device", None)
         with tracked(job.tracking if main else None, learner.kind, job.config, folder) as tracker:
             return train(
-                TrainPlan(settings, identity, {"data": data.report.record()}),
+                TrainPlan(settings, identity, {"data": data.report.record(), "target": stated_target(job, target)}),
                 learner,
                 data.training,
                 data.validation,
@@ -230,12 +230,19 @@ def make_source(settings: TrainSettings, learner: Learner, examples: Sequence[Ex
     return CachedFeatures(folder, layers, target.device)
 
 
+def stated_target(job: TrainJob, target: Target) -> dict[str, Any]:
+    """Return how a head names the target that it was trained for."""
+    stated = job.config["target"]
+    return {"name": target.name, "model": stated.get("model") or target.name, "revision": stated.get("revision")}
+
+
 def own_measure(settings: TrainSettings, target: Target) -> Callable[[Learner], Mapping[str, float]] | None:
     """Return what measures the head in the engine on the package's own prompts, a few of each kind of task."""
     if not settings.measure_prompts or target.tokenizer is None:
         return None
-    prompts = load_prompts(limit=settings.measure_prompts).prompts
-    rendered = [render_chat(target.tokenizer, [{"role": "user", "content": one.turns[0]}]) for one in prompts]
+    prompts = load_prompts().prompts
+    chosen = prompts[:: max(1, len(prompts) // settings.measure_prompts)][: settings.measure_prompts]
+    rendered = [render_chat(target.tokenizer, [{"role": "user", "content": one.turns[0]}]) for one in chosen]
     return measure_on(rendered, settings.measure_tokens, {})
 
 

@@ -37,6 +37,8 @@ def check_free(folder: Path, *, resume: bool, overwrite: bool) -> None:
 def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """Decide whether a training from the command line may have a folder; nothing is changed.
 
+    An empty one is free with ``resume`` too: then the training starts there.
+
     Raises:
         InputError: see ``check_free``; or the folder holds files of somebody else, or no training to go on with.
     """

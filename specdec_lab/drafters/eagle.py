@@ -15,9 +15,10 @@ from specdec_lab.cost import VerifyCost, measure_verify_cost
 from specdec_lab.drafters.base import DraftContext, Drafter
 from specdec_lab.drafters.medusa import MEASURED, check_head, measured_accuracy
 from specdec_lab.errors import DrafterError
+from specdec_lab.heads.decoder import attention_shape
 from specdec_lab.heads.eagle import EagleHead
 from specdec_lab.heads.eagle3 import Eagle3Head
-from specdec_lab.heads.formats import load_head
+from specdec_lab.heads.formats import Kind, load_head
 from specdec_lab.heads.published_trees import published_tree
 from specdec_lab.heads.recurrent import SharedParts
 from specdec_lab.heads.shipped import SHIPPED, head_source
@@ -87,10 +88,17 @@ class EagleDrafter(Drafter):
 
     @classmethod
     def check_parameters(
-        cls, *, head: str, tree: str | list[list[int]], verify_ms: Mapping[int, float] | None, **others: Any
+        cls,
+        *,
+        head: str,
+        kind: Kind,
+        tree: str | list[list[int]],
+        verify_ms: Mapping[int, float] | None,
+        revision: str | None,
+        **others: Any,
     ) -> None:
-        """Refuse a blank head, an unknown tree and times that cannot be."""
-        check_head(head)
+        """Refuse a head that is none, an unknown tree and times that cannot be."""
+        check_head(kind, head, revision)
         if isinstance(tree, str) and tree not in (DYNAMIC, MEASURED):
             published_tree(tree)
         if verify_ms is not None:
@@ -109,8 +117,8 @@ class EagleDrafter(Drafter):
     def allocate(self, rows: int, tokens: int) -> None:
         """Make room for the committed tokens and one round's candidates, and measure the target once."""
         config, weight = self.head.config, next(self.head.parameters())
-        head_dim = int(config.head_dim or config.hidden_size // config.num_attention_heads)
-        shape = LayerShape(config.num_key_value_heads, head_dim, head_dim, weight.dtype, weight.device)
+        _, kv_heads, head_dim = attention_shape(config)
+        shape = LayerShape(kv_heads, head_dim, head_dim, weight.dtype, weight.device)
         widest = max(self.width, len(self.static.paths) if self.static else 1)
         capacity = tokens + self.depth * (widest + 1) + 2
         self._cache = None  # the old one first: two need not fit

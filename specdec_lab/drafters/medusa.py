@@ -11,7 +11,7 @@ from pydantic import Field
 from specdec_lab.cost import VerifyCost, measure_verify_cost
 from specdec_lab.drafters.base import DraftContext, Drafter
 from specdec_lab.errors import InputError
-from specdec_lab.heads.formats import load_head
+from specdec_lab.heads.formats import Kind, check_source, load_head
 from specdec_lab.heads.medusa import MedusaHeads
 from specdec_lab.heads.published_trees import published_tree
 from specdec_lab.heads.recurrent import SharedParts
@@ -67,10 +67,16 @@ class MedusaDrafter(Drafter):
 
     @classmethod
     def check_parameters(
-        cls, *, head: str, tree: str | list[list[int]], verify_ms: Mapping[int, float] | None, **others: Any
+        cls,
+        *,
+        head: str,
+        tree: str | list[list[int]],
+        verify_ms: Mapping[int, float] | None,
+        revision: str | None,
+        **others: Any,
     ) -> None:
-        """Refuse a blank head, an unknown tree and times that cannot be."""
-        check_head(head)
+        """Refuse a head that is none, an unknown tree and times that cannot be."""
+        check_head("medusa", head, revision)
         if isinstance(tree, str) and tree not in (CONFIDENT, MEASURED):
             published_tree(tree)
         if verify_ms is not None:
@@ -152,14 +158,17 @@ def _value(path: Sequence[int], chances: Sequence[Sequence[float]]) -> float:
     return value
 
 
-def check_head(head: object) -> None:
-    """Refuse a blank head.
+def check_head(kind: Kind, head: object, revision: str | None) -> None:
+    """Refuse what can be seen to be no head of that kind before a target is loaded.
 
     Raises:
         InputError: with the bare field.
     """
-    if isinstance(head, str) and not head.strip():
+    if not isinstance(head, str) or head == SHIPPED:
+        return
+    if not head.strip():
         raise InputError("head", head, f"give a folder or hub id, or {SHIPPED}")
+    check_source(kind, head, revision)
 
 
 def measured_accuracy(facts: Mapping[str, Any]) -> list[list[float]]:

@@ -60,6 +60,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + turned * sin
 
 
+def attention_shape(config: LlamaConfig) -> tuple[int, int, int]:
+    """Return query heads, KV heads and the width of a head; some configurations leave the last two to the others."""
+    heads = config.num_attention_heads
+    return heads, config.num_key_value_heads or heads, config.head_dim or config.hidden_size // heads
+
+
 class Attention(nn.Module):
     """Projections of grouped-query attention; the attention itself is the caller's.
 
@@ -70,8 +76,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig, input_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = int(config.head_dim or config.hidden_size // config.num_attention_heads)
+        self.heads, self.kv_heads, self.head_dim = attention_shape(config)
         self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=bias)

@@ -31,13 +31,13 @@ class DraftLM(nn.Module):
         UnsupportedModelError: a target without ``layers`` and ``norm`` in its decoder.
     """
 
-    feature_layers = ()
-
     def __init__(self, target: Target, origin: Sequence[int], vocabulary: DraftVocabulary) -> None:
         super().__init__()
         self.origin, self.vocabulary = tuple(origin), vocabulary
         lm = draft_from_layers(target, self.origin)
-        lm.set_attn_implementation("eager" if lm.config._attn_implementation == "eager" else "sdpa")  # the rest has trees
+        lm.set_attn_implementation(
+            "eager" if lm.config._attn_implementation == "eager" else "sdpa"
+        )  # the rest has trees
         decoder: Any = lm.base_model
         if not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
             raise UnsupportedModelError(f"the decoder of {target.name} has no layers and norm to make a draft from")
@@ -103,7 +103,9 @@ def check_layers(layers: Sequence[int], depth: int) -> None:
 
 def reduced_output(target: Target, vocabulary: DraftVocabulary) -> nn.Linear:
     """Return the target's output layer at a draft vocabulary, frozen."""
-    weight = target.model.get_output_embeddings().weight
+    whole = target.model.get_output_embeddings()
+    assert whole is not None
+    weight = whole.weight
     assert isinstance(weight, Tensor)
     rows = weight.detach()[vocabulary.token_ids.to(weight.device)].contiguous()
     output = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")

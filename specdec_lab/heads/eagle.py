@@ -37,7 +37,7 @@ class EagleHead(nn.Module):
         fc_bias: whether the fusing layer has a bias: yes for Llama-2 and Vicuna heads, no for later ones.
     """
 
-    feature_layers = (-1,)
+    feature_layers: tuple[int, ...] = (-1,)
 
     def __init__(self, config: LlamaConfig, vocabulary: DraftVocabulary, fc_bias: bool = False) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ class MedusaHeads(nn.ModuleList):
         own_output: whether each head has an output layer of its own; otherwise they share the target's.
     """
 
-    feature_layers = (-1,)
+    feature_layers: tuple[int, ...] = (-1,)
 
     def __init__(
         self, hidden_size: int, vocabulary: DraftVocabulary, heads: int, blocks: int, own_output: bool = False

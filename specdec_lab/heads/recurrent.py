@@ -61,6 +61,7 @@ class SharedParts:
 
     def __init__(self, target: Target, vocabulary: DraftVocabulary) -> None:
         output = target.model.get_output_embeddings()
+        assert output is not None
         if getattr(output, "bias", None) is not None:
             raise UnsupportedModelError(f"the output layer of {target.name} has a bias; draft heads cannot share it")
         weight, embedding = output.weight, target.model.get_input_embeddings().weight

@@ -71,8 +71,8 @@ CHARTS = (
     ChartOf(
         "categories",
         "Speed-up by category",
-        "Ratio of decode rates to the baseline within each category; orange is faster, purple slower. A category of few "
-        "prompts says little. The table of categories has the intervals.",
+        "Ratio of decode rates to the baseline within each category; orange is faster, purple slower. A category "
+        "of few prompts says little. The table of categories has the intervals.",
         charts.categories,
     ),
     ChartOf(

@@ -36,7 +36,7 @@ class LinearHeads(nn.Module):
 
 
 class LinearLearner(Learner):
-    """Head *d* predicts token *t + 1 + d* from position *t*, with cross-entropy; without labels it has no part in the loss.
+    """Head *d* predicts token *t + 1 + d* from position *t*, with cross-entropy; without labels it adds no loss.
 
     Args:
         dropout: on the hidden states, so that the loss depends on random numbers.

@@ -31,10 +31,10 @@ from specdec_lab.distill.fingerprints import file_sha256, template_sha256, token
 from specdec_lab.distill.response_files import Response, ResponseLog, write_manifest
 from specdec_lab.distill.responses import answer_text, turn_messages
 from specdec_lab.errors import InputError
-from specdec_lab.targets.tiny import CHAT_TEMPLATE, build_tokenizer
+from specdec_lab.targets.tiny import CHAT_TEMPLATE, SPECIALS, build_tokenizer
 
 TOKENIZER = build_tokenizer()
-BOS, EOS = (int(TOKENIZER.convert_tokens_to_ids(name)) for name in ("<s>", "</s>"))
+BOS, EOS = SPECIALS.index("<s>"), SPECIALS.index("</s>")
 REWRITES = CHAT_TEMPLATE.replace("message['content'] }}", "(message['content'] if loop.last else '...') }}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,18 @@ from specdec_lab.distill.train_settings import TrainSettings
 from specdec_lab.target import Target
 
 SETTINGS: dict[str, tuple[type[Learner], dict[str, Any]]] = {
-    "medusa": (MedusaLearner, {"heads": 2, "blocks": 2, "own_output": True}),
-    "eagle": (EagleLearner, {"regression": 0.1}),
-    "eagle3": (Eagle3Learner, {"layers": [0, 1, 2]}),
+    "medusa": (MedusaLearner, {"heads": 2, "blocks": 3, "own_output": True}),
+    "eagle": (EagleLearner, {"regression": 0.1, "steps": 2}),
+    "eagle3": (Eagle3Learner, {"layers": [0, 1, 2], "steps": 2}),
     "draft_model": (DraftModelLearner, {"layers": [0]}),
+}
+
+_CHAIN = {"width": 1, "branches": 1, "depth": 2, "min_probability": 0.0}
+CHAINS: dict[str, dict[str, Any]] = {
+    "medusa": {"tree": [[0], [0, 0]]},
+    "eagle": _CHAIN,
+    "eagle3": _CHAIN,
+    "draft_model": {"k": 2},
 }
 
 
@@ -46,37 +55,80 @@ def made(kind: str, target: Target, examples: list[Example]) -> Learner:
     return learner_class(target, counts, draft_vocab=None, **settings)  # pyright: ignore[reportCallIssue]
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_eight_texts_can_be_learnt_by_heart(kind: str, tiny_target, tmp_path: Path):
-    """TD-16: labels, features, losses and optimizer have to fit, and the engine accepts what the simulation promised."""
-    target: Target = tiny_target()
-    examples = greedy_examples(target)
+def trained(kind: str, target: Target, examples: list[Example], folder: Path) -> tuple[Learner, dict[str, float]]:
     learner = made(kind, target, examples)
-    assert learner.kind == kind
     settings = TrainSettings(
-        epochs=300, batch_size=8, learning_rate=6e-3, warmup_steps=5, evaluate_every=None, save_every=1000, log_every=100
+        epochs=400,
+        batch_size=8,
+        learning_rate=6e-3,
+        warmup_steps=5,
+        evaluate_every=None,
+        save_every=1000,
+        log_every=100,
     )
-    chain = {"tree": [[0], [0, 0]]} if kind == "medusa" else {"k": 2} if kind == "draft_model" else {}
-    if kind.startswith("eagle"):
-        chain = {"width": 1, "branches": 1, "depth": 2, "min_probability": 0.0}
-    measure = measure_on([example.ids[:6] for example in examples], 20, chain)
-    result = train(
-        TrainPlan(settings),
-        learner,
-        examples,
-        examples,
-        OnlineFeatures(target, learner.feature_layers),
-        measure,
-        tmp_path,
-    )
+    measure = measure_on([example.ids[:6] for example in examples], 20, CHAINS[kind])
+    source = OnlineFeatures(target, learner.feature_layers)
+    result = train(TrainPlan(settings), learner, examples, examples, source, measure, folder)
     row = result.last("evaluation")
     assert row is not None
-    assert row["accuracy/depth1/top1"] > 0.9
-    if kind != "draft_model":  # its simulation knows one depth
-        assert row["accuracy/depth2/chain"] > 0.8
-        assert row["simulated_acceptance_length"] - 1 >= 1.7
-    assert row["real_acceptance_length"] > 2.4
-    assert row["real_accepted/depth1"] == pytest.approx(row["accuracy/depth1/top1"], abs=0.1)
+    return learner, dict(row)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_eight_texts_can_be_learnt_by_heart(kind: str, tiny_target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """TD-16: labels, features, losses and optimizer have to fit, and the engine accepts what the simulation promised.
+
+    The simulation says for every position how many drafts of a chain are right there; a round accepts so many and the
+    next one starts after the target's own token. In float32 that has to be what the engine does, round by round.
+    """
+    target: Target = tiny_target()
+    examples = greedy_examples(target)
+    learner, row = trained(kind, target, examples, tmp_path)
+    assert row["accuracy/depth1/top1"] > (0.75 if kind == "medusa" else 0.9)  # Medusa does not see the token before
+    right = Recorder()
+    monkeypatch.setattr(sys.modules[type(learner).__module__], "HitCounter", right)
+    batch = OnlineFeatures(target, learner.feature_layers).batch(examples)
+    with torch.no_grad():
+        learner(batch)
+    if kind == "draft_model":  # its simulation knows one depth: the text's own next token, wherever it stands
+        assert row["real_acceptance_length"] > 2.4
+        return
+    emitted = rounds = 0
+    for at, example in enumerate(examples):
+        answer = example.ids[6:]
+        ends = [6 + place + 1 for place, token in enumerate(answer) if token in target.eos_ids]
+        end = min([*ends, len(example.ids)])
+        text = 7  # the first token of the answer is the prefill's
+        while text < end:
+            deepest = min(right.depths, len(example.ids) - text - 1, end - text)
+            chain = next((d for d in range(deepest) if not right.at(d + 1, at, text - 2)), deepest)
+            gained = min(chain + 1, end - text)
+            emitted, rounds, text = emitted + gained, rounds + 1, text + gained
+    assert row["real_acceptance_length"] == pytest.approx(emitted / rounds)
+    assert row["real_acceptance_length"] > (1.8 if kind == "medusa" else 2.2)
+
+
+class Recorder:
+    """Stands in for the counter of hits and remembers which first choices were right where."""
+
+    def __init__(self) -> None:
+        self.hits, self.seen, self._right = {}, {}, {}
+
+    def __call__(self, like: torch.Tensor) -> Recorder:
+        self._right = {}
+        return self
+
+    def count(self, depth: int, marked: torch.Tensor, student_logits: torch.Tensor, labels: torch.Tensor) -> None:
+        first = torch.zeros_like(marked)
+        first[marked] = student_logits.argmax(dim=-1) == labels
+        self._right[depth] = first
+
+    @property
+    def depths(self) -> int:
+        return len(self._right)
+
+    def at(self, depth: int, row: int, position: int) -> bool:
+        return bool(self._right[depth][row, position])
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -92,7 +144,7 @@ def test_a_head_comes_back_from_its_folder_with_the_same_drafts(kind: str, tiny_
             parameter.copy_(parameter.bfloat16())  # what the file holds
     folder = tmp_path / "head"
     learner.export(folder, {"made_of": "noise"})
-    flat = {"verify_ms": {1: 1.0, 512: 1.0}}
+    flat: dict[str, Any] = {"verify_ms": {1: 1.0, 512: 1.0}}
     field = "model" if kind == "draft_model" else "head"
     of_kind = {"kind": kind} if kind.startswith("eagle") else {}
     ours = learner.drafter(**flat)

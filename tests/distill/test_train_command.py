@@ -182,7 +182,6 @@ def test_mistakes_are_one_sentence(command, data: Path):
     """Refused with exit code 1, before a run folder has anything in it."""
     for overrides, words in (
         (["data.responses=[absent.jsonl]"], ["data.responses", "absent.jsonl"]),
-        (["resume=true"], ["resume=True", "config.yaml"]),
         (["resume=true", "overwrite=true"], ["overwrite=True"]),
         (["learning_rate=0"], ["learning_rate=0"]),
         (["head=meduza"], ["meduza", "medusa"]),
@@ -200,6 +199,9 @@ def test_mistakes_are_one_sentence(command, data: Path):
     code, _, err = command()
     assert code == 1
     assert "notes.txt" in err
+    code, _, err = command("resume=true")
+    assert code == 1
+    assert "holds no config.yaml" in err
     assert [path.name for path in (data / "run").iterdir()] == ["notes.txt"]
 
 

@@ -16,6 +16,7 @@ from specdec_lab.errors import InputError
 from specdec_lab.heads.eagle import EagleHead
 from specdec_lab.heads.eagle3 import Eagle3Head, default_feature_layers
 from specdec_lab.target import Target
+from specdec_lab.tree import DraftTree
 
 FLAT = {1: 1.0, 512: 1.0}
 """Costs under which every node pays."""
@@ -37,6 +38,8 @@ def decode(
 
 class Watched(EagleDrafter):
     """Remembers what it proposed for which text."""
+
+    seen: list[tuple[tuple[int, ...], DraftTree]]
 
     def propose_batch(self, contexts):
         trees = super().propose_batch(contexts)

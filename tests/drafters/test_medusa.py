@@ -12,12 +12,15 @@ from specdec_lab.errors import InputError
 from specdec_lab.heads.medusa import MedusaHeads
 from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.target import Target
+from specdec_lab.tree import DraftTree
 
 FLAT = {1: 1.0, 512: 1.0}
 
 
 class Watched(MedusaDrafter):
     """Remembers what it proposed for which text."""
+
+    seen: list[tuple[tuple[int, ...], DraftTree]]
 
     def propose_batch(self, contexts):
         trees = super().propose_batch(contexts)

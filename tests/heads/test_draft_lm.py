@@ -61,7 +61,9 @@ def test_training_and_serving_are_one_model(tiny_target):
     served = draft.served(target)
     served.allocate(1, 16, 4)
     states = draft.states(IDS)[0, -1]
-    rows = target.model.get_output_embeddings().weight[draft.vocabulary.token_ids]
+    output = target.model.get_output_embeddings()
+    assert output is not None
+    rows = output.weight[draft.vocabulary.token_ids]
     logits = served.prefill(0, IDS[0].tolist()).row_logits(0)[-1]
     assert logits.shape == (len(draft.vocabulary),)
     assert torch.allclose(logits, states @ rows.T, atol=1e-4)

@@ -18,7 +18,7 @@ from torch import nn
 from specdec_lab.bench.settings import plan_run
 from specdec_lab.config import register_drafters
 from specdec_lab.errors import InputError
-from specdec_lab.heads.formats import check_source, load_head, save_head
+from specdec_lab.heads.formats import check_source, files, load_head, save_head
 
 MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 1, "version": "2"}
 
@@ -100,6 +100,27 @@ def test_a_hub_id_without_network_is_one_sentence():
         sentence = refusal(source)
         assert sentence.startswith(f"head={source!r}: no such folder, and nothing from the hub")
         assert sentence.endswith("download it and give its folder")
+
+
+def test_a_hub_id_brings_no_pickle_unless_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Guards SE-01: what is asked of the hub is recorded, since no test has one; the files then are real."""
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def snapshot_download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((repository, revision, allow_patterns))
+        return str(tmp_path / "head")
+
+    monkeypatch.setattr(files, "snapshot_download", snapshot_download)
+    save_head(heads(), tmp_path / "head", FACTS, dtype=torch.float32)
+    torch.save(heads().state_dict(), tmp_path / "head" / "medusa_lm_head.pt")
+    for source in ("some/heads", "some/heads/medusa_lm_head.pt"):
+        loaded, _ = load_head("medusa", source, deep_target(), revision="v1")
+        assert torch.equal(logits(loaded, deep_target()), logits(heads(), deep_target()))
+    assert asked == [
+        ("some/heads", "v1", ["*.json", "*.safetensors"]),
+        ("some/heads", "v1", ["*.json", "medusa_lm_head.pt"]),
+    ]
+    assert "some/heads has no other.bin" in refusal("some/heads/other.bin")
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "./here", "a/b/c/d", "a/b/notes.txt", "", " "])

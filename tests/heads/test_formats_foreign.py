@@ -220,6 +220,9 @@ def test_eagle_copies_of_the_target_are_compared_and_left_alone(tmp_path: Path):
         other = tensor.clone()
         other[VOCAB - 1, 0] += 0.01
         assert f"its {name} differs from the target's" in refusal("eagle", eagle(tmp_path / name, {name: other}))
+    nearly = {"lm_head.weight": copies["lm_head.weight"].clone()}
+    nearly["lm_head.weight"][0, 0] = torch.nextafter(nearly["lm_head.weight"][0, 0], torch.tensor(9.0))
+    assert "its lm_head.weight differs" in refusal("eagle", eagle(tmp_path / "nearly", nearly))
     short = {"embed_tokens.weight": copies["embed_tokens.weight"][:-1]}
     assert "[127, 32] and the target's [128, 32]" in refusal("eagle", eagle(tmp_path / "short", short))
 

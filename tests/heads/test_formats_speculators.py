@@ -30,7 +30,7 @@ def small(name: str) -> Eagle3Head:
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3 reduced", "eagle3 llama3 positions"])
 def test_its_own_loader_gives_the_same_head(name: str, tmp_path: Path):
-    """Guards CF-04: same tensors, same states, same logits there; and the folder that it writes comes back unchanged."""
+    """Guards CF-04: same tensors, same states, same logits there; and what it writes comes back unchanged."""
     speculators = pytest.importorskip("speculators", reason="pip install speculators, in an environment of its own")
     base = tmp_path / "base"
     deep_target().model.save_pretrained(base)

@@ -83,7 +83,7 @@ class RecurrentLearner(Learner):
 
     def drafter(self, **settings: Any) -> EagleDrafter:
         """Return the strategy with the head as it is now."""
-        return EagleDrafter(self.target, head=self._recurrent(), kind=self.kind, **settings)
+        return EagleDrafter(self.target, head=self._recurrent(), **settings)
 
     def export(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         """Write the head in its published layout."""

@@ -1,0 +1,46 @@
+"""The files of a comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from specdec_lab.bench.files import StorageError, write_atomically
+from specdec_lab.compare.comparison import Comparison
+from specdec_lab.compare.tables import comparison_csv
+from specdec_lab.errors import InputError
+from specdec_lab.report.html import report_html
+
+DOCUMENT, TABLE, REPORT = "comparison.json", "comparison.csv", "report.html"
+
+
+def check_out(folder: Path, *, overwrite: bool) -> None:
+    """Decide whether a comparison may be written into a folder; nothing is changed.
+
+    Raises:
+        InputError: it is a file, or holds an earlier comparison that is not to be replaced.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError("--out", str(folder), "this is a file; give a folder")
+    held = [name for name in (DOCUMENT, TABLE, REPORT) if (folder / name).exists()]
+    if held and not overwrite:
+        raise InputError("--out", str(folder), f"it holds {held[0]}; add --overwrite or give another folder")
+
+
+def write_comparison(folder: Path, comparison: Comparison) -> None:
+    """Write ``comparison.json``, ``comparison.csv`` and ``report.html``, each complete or not at all.
+
+    Raises:
+        StorageError: they cannot be written.
+    """
+    document = comparison.document()
+    text = json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    report = report_html(json.loads(text))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / DOCUMENT, text)
+        write_atomically(folder / TABLE, comparison_csv(comparison))
+        write_atomically(folder / REPORT, report)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(f"--out={str(folder)!r}: writing failed ({reason}); make room or give another") from error

@@ -12,7 +12,7 @@ from specdec_lab.heads.vocabulary import DraftVocabulary
 
 
 class Teacher:
-    """The target's logits for every supervised token of a batch, made once for all depths.
+    """The target's law for every supervised token of a batch, made once for all depths.
 
     Only positions whose next token is the target's own go through the output layer.
 
@@ -25,7 +25,8 @@ class Teacher:
         says = ahead(batch.supervised, 1)  # [rows, tokens]: position t predicts a token of the target's
         self.states = batch.features[-1]
         with torch.no_grad():
-            self._logits = F.linear(self.states[says].to(parts.output.dtype), parts.output).float()
+            logits = F.linear(self.states[says].to(parts.output.dtype), parts.output)
+            self._probs = logits.float().softmax(dim=-1)
         self._at = torch.full(says.shape, -1, dtype=torch.long, device=says.device)
         self._at[says] = torch.arange(int(says.sum()), device=says.device)
         self._ids = batch.ids
@@ -39,10 +40,10 @@ class Teacher:
         """
         source = ahead(self._at + 1, offset - 1) - 1  # -1 where there is no label, past the end too
         marked = source >= 0
-        logits = self._logits[source[marked]]
+        target_probs = self._probs[source[marked]]
         labels = ahead(self._draft_labels + 1, offset)[marked] - 1
         states = ahead(self.states, offset - 1)[marked]
-        return Rows(marked, logits, labels, states)
+        return Rows(marked, target_probs, labels, states)
 
 
 class Rows:
@@ -50,10 +51,10 @@ class Rows:
 
     Attributes:
         marked: ``[rows, tokens]``, bool; the other attributes have one row per mark, in order.
-        logits: the target's, ``[marked, draft_vocab]``.
+        target_probs: the target's law, renormalised on the draft vocabulary, ``[marked, draft_vocab]``.
         labels: draft ids of the text's own tokens, -1 where the draft vocabulary lacks them, ``[marked]``.
         states: the target's last hidden states from which it predicts them, ``[marked, hidden]``.
     """
 
-    def __init__(self, marked: Tensor, logits: Tensor, labels: Tensor, states: Tensor) -> None:
-        self.marked, self.logits, self.labels, self.states = marked, logits, labels, states
+    def __init__(self, marked: Tensor, target_probs: Tensor, labels: Tensor, states: Tensor) -> None:
+        self.marked, self.target_probs, self.labels, self.states = marked, target_probs, labels, states

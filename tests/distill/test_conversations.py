@@ -382,7 +382,7 @@ def test_a_fingerprint_is_of_the_content():
     before = tokenizer_fingerprint(tokenizer)
     tokenizer(["the one", "a"], padding="max_length", truncation=True, max_length=3)
     assert tokenizer_fingerprint(tokenizer) == before == tokenizer_fingerprint(build_tokenizer())
-    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.pad_token, tokenizer.bos_token = tokenizer.bos_token, tokenizer.pad_token
     assert tokenizer_fingerprint(tokenizer) != before
     swapped = json.loads(build_tokenizer().backend_tokenizer.to_str())
     vocabulary = swapped["model"]["vocab"]

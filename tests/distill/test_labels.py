@@ -60,7 +60,7 @@ def features_of(target: Target, batch: Batch) -> Batch:
 
 @pytest.mark.parametrize("offset", [1, 2, 3])
 @pytest.mark.parametrize("reduced", [False, True])
-def test_teacher_is_the_targets_own_logits_before_the_label(tiny_target, offset: int, reduced: bool):
+def test_teacher_is_the_targets_own_law_before_the_label(tiny_target, offset: int, reduced: bool):
     """TD-01: features, logits and labels that are not of the same place."""
     target: Target = tiny_target()
     vocabulary = every_other(target) if reduced else DraftVocabulary.whole(target.vocab_size)
@@ -75,8 +75,8 @@ def test_teacher_is_the_targets_own_logits_before_the_label(tiny_target, offset:
             assert bool(rows.marked[row, position]) == is_label
             if not is_label:
                 continue
-            expected = plain[row, label_at - 1, vocabulary.token_ids]
-            assert torch.allclose(rows.logits[at], expected, atol=1e-5)
+            expected = plain[row, label_at - 1, vocabulary.token_ids].softmax(dim=-1)
+            assert torch.allclose(rows.target_probs[at], expected, atol=1e-5)
             assert torch.equal(rows.states[at], batch.features[-1][row, label_at - 1])
             token = int(batch.ids[row, label_at])
             inside = token in vocabulary.token_ids.tolist()

@@ -63,7 +63,7 @@ class DraftModelLearner(Learner):
         rows = Teacher(batch, parts, self.vocabulary).at(1)
         states = draft.states(batch.ids)
         logits = nn.functional.linear(states[rows.marked], parts.output.to(states.dtype))
-        loss = token_losses.mixed(self.mix, rows.logits, logits).sum()
+        loss = token_losses.mixed(self.mix, rows.target_probs, logits).sum()
         counter = HitCounter(batch.supervised)
         counter.count(1, rows.marked, logits, rows.labels)
         return Outcome(loss, {"token": loss.detach()}, counter.hits, counter.seen)

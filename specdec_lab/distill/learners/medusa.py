@@ -77,7 +77,7 @@ class MedusaLearner(Learner):
         for at, offset in enumerate(self.offsets):
             rows = teacher.at(offset)
             logits = heads.one(at, hidden[rows.marked], parts.output)
-            loss = token_losses.mixed(self.mix, rows.logits, logits).sum()
+            loss = token_losses.mixed(self.mix, rows.target_probs, logits).sum()
             shown[f"head{at + 1}/token"] = loss.detach()
             total = total + self.decay**at * loss
             counter.count(at + 1, rows.marked, logits, rows.labels)

@@ -66,7 +66,7 @@ class RecurrentLearner(Learner):
             rows = teacher.at(self.offsets[step])
             drafted = states[rows.marked]
             logits = head.logits(drafted, parts.output.to(drafted.dtype))
-            token = losses.mixed(self.mix, rows.logits, logits).sum()
+            token = losses.mixed(self.mix, rows.target_probs, logits).sum()
             shown[f"step{step + 1}/token"] = token.detach()
             loss = token
             if self.regression:

@@ -270,6 +270,38 @@ def test_the_target_writes_prompts_and_answers_them(generate, tmp_path: Path):
     assert more == generate("prompts.self_written=20", *common, "batch_size=3", folder="whole")[0]
 
 
+def test_a_prompt_of_its_own_goes_on_from_an_opening(generate, tmp_path: Path):
+    """Openings take turns, the target sees them, and the prompt holds them."""
+    tokenizer = build_tokenizer()
+    openings = ("The ", "")
+    broken = [(token,) for token in range(len(tokenizer)) if "\ufffd" in str(tokenizer.decode([token]))]
+    forbidden = f"sampling.bad_words={[list(ids) for ids in broken]}"
+    common = ("sampling.temperature=3", forbidden, "prompts.paths=[]", "max_prompt_tokens=200")
+    rows, _ = generate(f"prompts.openings={json.dumps(openings)}", *common, "prompts.self_written=20")
+    start = open_user_turn(tokenizer)
+    written = {row.sample: row for row in read_rows(tmp_path / "run" / WRITTEN)}
+    sampling = SamplingParams(temperature=3.0, bad_words=tuple(broken))
+    for sample in (0, 1):
+        begun = tokenizer(openings[sample], add_special_tokens=False)["input_ids"]
+        ids = alone((*start, *begun), ("self", 0, sample), sampling)
+        assert written[sample].response_ids[: len(ids)] == ids[: len(written[sample].response_ids)]
+    numbers = {int(str(key[0]).removeprefix("self/")): row.prompt for key, row in rows.items()}
+    assert any(number % 2 == 0 for number in numbers)
+    assert all(str(prompt).startswith("The") for number, prompt in numbers.items() if number % 2 == 0)
+
+
+def test_answers_that_are_there_already_are_not_made_again(generate, tmp_path: Path):
+    """They still are what later turns continue."""
+    everything, _ = generate(folder="everything")
+    first = {key: row for key, row in everything.items() if key[1] == 0}
+    kept = tmp_path / "first.jsonl"
+    kept.write_text("".join(row.model_dump_json(exclude_none=True) + "\n" for row in first.values()))
+    rest, manifest = generate(f"answered=[{kept}]", folder="rest")
+    assert rest == {key: row for key, row in everything.items() if key not in first}
+    assert rest
+    assert manifest["answered"] == ["first.jsonl"]
+
+
 # --- settings --------------------------------------------------------------------------------------------------------
 
 

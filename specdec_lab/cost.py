@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from specdec_lab.errors import InputError
 from specdec_lab.target import Target
-from specdec_lab.tree import chain
+from specdec_lab.tree import DraftTree
 
 
 def expected_emitted(acceptance: float, k: int) -> float:
@@ -77,14 +77,20 @@ class VerifyCost:
         return best
 
 
-def measure_verify_cost(target: Target, most: int, history: int = 64, repeats: int = 5) -> VerifyCost:
-    """Time forwards of 1, 2, 4, 8, ... nodes behind a short history, medians; row 0 of the cache has to be empty."""
+def measure_verify_cost(target: Target, most: int, history: int = 64, repeats: int = 5) -> VerifyCost | None:
+    """Time forwards of 1, 2, 4, 8, ... nodes behind a short history, medians; row 0 of the cache has to be empty.
+
+    Returns:
+        ``None`` if the cache has no room for a token and a node.
+    """
+    most = min(most, target.cache.capacity - 1)
+    if most < 1:
+        return None
     sizes = sorted({min(2**power, most) for power in range(12)})
-    room = target.cache.capacity - most
-    target.prefill(0, [1] * max(1, min(history, room)))
+    target.prefill(0, [1] * max(1, min(history, target.cache.capacity - most, (target.max_length or history) // 2)))
     found: dict[int, float] = {}
     for nodes in sizes:
-        tree, times = chain(1, [1] * (nodes - 1)), []
+        tree, times = bushy(nodes, min(8, target.vocab_size)), []
         for _ in range(1 + repeats):  # the first pays for what a shape needs once
             start = time.perf_counter()
             target.forward({0: tree})
@@ -93,3 +99,9 @@ def measure_verify_cost(target: Target, most: int, history: int = 64, repeats: i
         found[nodes] = max(statistics.median(times[1:]), 1e-3)
     target.reset(0)
     return VerifyCost(found)
+
+
+def bushy(nodes: int, branches: int) -> DraftTree:
+    """Return a tree of so many nodes, the root included, as shallow as so many children per node allow."""
+    children = range(nodes - 1)
+    return DraftTree((0, *(child % branches for child in children)), (-1, *(child // branches for child in children)))

@@ -150,14 +150,19 @@ def choose_strategies(
 
 def _refuse_unshipped(name: str, node: Mapping[str, Any], target_model: str | None) -> None:
     for field, value in node.items():
-        if value == SHIPPED and not is_shipped(node.get("kind", name), target_model):
+        if value == SHIPPED and not is_shipped(_head_kind(name, node), target_model):
             remedy = f"none comes with the package for the target {target_model}; train one, or give a folder or hub id"
             raise InputError(f"drafter.{name}.{field}", value, remedy)
 
 
 def _needs_are_met(name: str, node: Mapping[str, Any], target_model: str | None) -> bool:
     values = list(node.values())
-    return MISSING not in values and (SHIPPED not in values or is_shipped(node.get("kind", name), target_model))
+    return MISSING not in values and (SHIPPED not in values or is_shipped(_head_kind(name, node), target_model))
+
+
+def _head_kind(name: str, node: Mapping[str, Any]) -> str:
+    """Return which kind of head a strategy takes: it says so, or its module is called after it."""
+    return node.get("kind") or str(node.get("_target_", name)).rpartition(".")[0].rpartition(".")[2]
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:

@@ -66,7 +66,7 @@ def simulated_acceptance_length(accuracy: Mapping[str, float]) -> float | None:
     """Return the tokens that a round with a chain of top-1 drafts would emit on these texts, bonus token included.
 
     1 plus, per depth, the share of positions at which all drafts down to it are right. Where a head counts such chains
-    (``accuracy/depthD/chain``) that share is as counted; else it is the product of the top-1 accuracies.
+    (``accuracy/chainD/right``) that share is as counted; else it is the product of the top-1 accuracies.
 
     Args:
         accuracy: see ``averages``.
@@ -77,7 +77,7 @@ def simulated_acceptance_length(accuracy: Mapping[str, float]) -> float | None:
     length, product, depth = 1.0, 1.0, 1
     while (top1 := accuracy.get(f"accuracy/depth{depth}/top1")) is not None:
         product *= top1
-        length += accuracy.get(f"accuracy/depth{depth}/chain", product)
+        length += accuracy.get(f"accuracy/chain{depth}/right", product)
         depth += 1
     return length if depth > 1 else None
 

@@ -18,6 +18,7 @@ class HitCounter:
 
     def __init__(self, like: Tensor) -> None:
         self._chain = torch.ones_like(like, dtype=torch.bool)
+        self._started = torch.ones_like(like, dtype=torch.bool)
         self.hits: dict[str, Tensor] = {}
         self.seen: dict[str, Tensor] = {}
 
@@ -39,5 +40,6 @@ class HitCounter:
         first = torch.zeros_like(self._chain)
         first[marked] = right[:, 0]
         self._chain &= first
-        self.hits[f"{name}/chain"] = self._chain.sum()
+        self._started &= marked  # before a reply a chain has depths without a label, and could never be right
+        self.hits[f"chain{depth}/right"], self.seen[f"chain{depth}"] = self._chain.sum(), self._started.sum()
         self.seen[name] = marked.sum()

@@ -110,7 +110,8 @@ class _CrossEntropy(torch.autograd.Function):
         logits = draft_logits.float()
         norm = logits.logsumexp(dim=-1)
         ctx.save_for_backward(target_probs, draft_logits, norm)
-        return norm - torch.einsum("pv,pv->p", target_probs.float(), logits)
+        with torch.autocast(logits.device.type, enabled=False):
+            return norm - torch.einsum("pv,pv->p", target_probs.float(), logits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None]:

@@ -282,6 +282,7 @@ SAME_ON_RESUME = (
     "sampling",
     "max_prompt_tokens",
     "max_new_tokens",
+    "openings",
     "target",
     "tokenizer_sha256",
     "chat_template_sha256",
@@ -432,19 +433,19 @@ class _Answerer:
         """
         settings = self.plan.settings
         start = open_user_turn(self.tokenizer)
+        begun = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in settings.prompts.openings]
         room = settings.max_prompt_tokens - len(render_chat(self.tokenizer, [{"role": "user", "content": "a"}]))
+        room -= max(map(len, begun), default=0)
         if room < 1:
-            remedy = f"the chat template alone takes {settings.max_prompt_tokens - room} tokens; give more"
+            remedy = f"chat template and openings alone take {settings.max_prompt_tokens - room} tokens; give more"
             raise InputError("max_prompt_tokens", settings.max_prompt_tokens, remedy)
         count = settings.prompts.self_written
         keys = [ResponseKey(SELF, 0, number) for number in range(count)]
-        begun = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in settings.prompts.openings]
         todo = [
             _Todo(key, (*start, *(begun[key.sample % len(begun)] if begun else ())))
             for key in keys
             if key not in written.rows
         ]
-        room -= max(map(len, begun), default=0)
         self._decode(todo, room, self.plan.sampling, written, "prompts of its own", count - len(todo))
 
     def written_prompts(self, written: Sequence[Response]) -> list[Prompt]:

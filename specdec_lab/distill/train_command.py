@@ -215,7 +215,9 @@ def make_learner(job: TrainJob, target: Target, examples: Sequence[Example]) -> 
     """
     with own_randomness(target.device, derived_seed(job.settings.seed, "head")):
         try:
-            return job.make_learner(target, label_counts(examples, target.vocab_size))
+            learner = job.make_learner(target, label_counts(examples, target.vocab_size))
+            learner.head.to(target.device)
+            return learner
         except InputError as error:
             raise InputError(f"head.{error.field}", error.value, error.remedy) from error
 

@@ -18,6 +18,7 @@ from specdec_lab.errors import InputError
 from specdec_lab.heads.draft_lm import DraftLM
 from specdec_lab.heads.draft_lm_files import is_draft_model, load_draft_model
 from specdec_lab.heads.shipped import SHIPPED, head_source
+from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.sampling import Processing
 from specdec_lab.target import Target
 from specdec_lab.targets.loading import Attention, Dtype, load_draft
@@ -89,12 +90,13 @@ class DraftModelDrafter(Drafter):
         self.k, self.branches, self.width, self.nodes = k, branches, width, nodes or grown
         self.min_probability, self.cost = min_probability, cost
         self.verify_cost = None if verify_ms is None else VerifyCost(verify_ms)
-        self.made = _made_from_target(target, model)
-        if self.made is None:
+        made = _made_from_target(target, model)
+        self.vocabulary: DraftVocabulary | None = None  # of a draft that was made from the target
+        if made is None:
             assert isinstance(model, str)
             self.draft = load_draft(target, model, dtype, device, attention, revision, trust_remote_code)
         else:
-            self.draft = self.made.served(target)
+            self.draft, self.vocabulary = made.served(target), made.vocabulary
         used = self.draft.vocab_size if target.tokenizer is None else 1 + max(target.tokenizer.get_vocab().values())
         self.common_vocab = min(target.vocab_size, self.draft.vocab_size, used)
         self._warned = False
@@ -117,7 +119,11 @@ class DraftModelDrafter(Drafter):
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of the draft's weights and cache."""
-        return {"draft_weights": self.draft.weight_bytes, "draft_kv": self.draft.kv_bytes}
+        own = {weight.data_ptr(): weight for weight in self.draft.model.parameters()}
+        for shared in self.target.model.parameters():  # embedding and output layer of a draft made from the target
+            own.pop(shared.data_ptr(), None)
+        weights = sum(weight.numel() * weight.element_size() for weight in own.values())
+        return {"draft_weights": weights, "draft_kv": self.draft.kv_bytes}
 
     def propose(self, context: DraftContext) -> DraftTree:
         """Return one sequence's tree."""
@@ -177,17 +183,17 @@ class DraftModelDrafter(Drafter):
 
     def aligned(self, logits: Tensor) -> Tensor:
         """Return the draft's logits on the target's ids, ``[nodes, target vocab]``; ids without a token get -inf."""
-        if self.made is not None:
-            return self.made.vocabulary.scatter(logits, float("-inf"))
+        if self.vocabulary is not None:
+            return self.vocabulary.scatter(logits, float("-inf"))
         wide = logits.new_full((logits.shape[0], self.target.vocab_size), float("-inf"))
         wide[:, : self.common_vocab] = logits[:, : self.common_vocab]
         return wide
 
     def likeliest(self, logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
         """Return the likeliest tokens and their chances, ``[nodes][count]``, of logits ``[nodes, draft_vocab]``."""
-        rows = (logits if self.made is not None else logits[:, : self.common_vocab]).float()
+        rows = (logits if self.vocabulary is not None else logits[:, : self.common_vocab]).float()
         best = rows.softmax(dim=-1).topk(min(count, rows.shape[-1]), dim=-1)
-        ids = best.indices.cpu() if self.made is None else self.made.vocabulary.token_ids[best.indices.cpu()]
+        ids = best.indices.cpu() if self.vocabulary is None else self.vocabulary.token_ids[best.indices.cpu()]
         return [
             [(token, chance) for token, chance in zip(tokens, chances, strict=True) if chance > 0]
             for tokens, chances in zip(ids.tolist(), best.values.tolist(), strict=True)

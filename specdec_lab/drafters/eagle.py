@@ -120,7 +120,8 @@ class EagleDrafter(Drafter):
         _, kv_heads, head_dim = attention_shape(config)
         shape = LayerShape(kv_heads, head_dim, head_dim, weight.dtype, weight.device)
         widest = max(self.width, len(self.static.paths) if self.static else 1)
-        capacity = tokens + self.depth * (widest + 1) + 2
+        catching_up = max(ALONE, self.depth + 1)  # a row is written as wide as the widest one beside it
+        capacity = tokens + self.depth * widest + catching_up + 1
         self._cache = None  # the old one first: two need not fit
         self._cache = TreeCache({0: shape}, rows, capacity)
         self.head.rotation.reserve(capacity, weight)
@@ -137,7 +138,7 @@ class EagleDrafter(Drafter):
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of the head, of its rows of the target's output layer, and of its cache."""
         weights = sum(weight.numel() * weight.element_size() for weight in self.head.parameters())
-        if isinstance(self.head, EagleHead) and not self.head.vocabulary.is_whole:
+        if not (self.head.own_output or self.head.vocabulary.is_whole):
             weights += self.parts.output.numel() * self.parts.output.element_size()
         return {"draft_weights": weights, "draft_kv": 0 if self._cache is None else self._cache.bytes}
 
@@ -192,7 +193,7 @@ class EagleDrafter(Drafter):
         visible = width + max(feed.start for feed in feeds.values())
         device, some = self.target.device, next(iter(feeds.values())).states
         state = some.new_zeros(last - first, width, some.shape[-1])
-        tokens = torch.zeros(last - first, width, dtype=torch.long)
+        tokens = torch.full((last - first, width), next(iter(feeds.values())).tokens[0])  # 0 could embed to NaN
         positions = torch.zeros(last - first, width, dtype=torch.long)
         causal = len(feeds) == 1 and some.shape[0] == width == visible
         seen = None if causal else torch.zeros(last - first, 1, width, visible, dtype=torch.bool)
@@ -201,6 +202,7 @@ class EagleDrafter(Drafter):
         for row, feed in feeds.items():
             at, count = row - first, len(feed.tokens)
             state[at, :count] = feed.states
+            tokens[at] = feed.tokens[0]
             tokens[at, :count] = torch.tensor(feed.tokens)
             positions[at, :count] = torch.tensor(feed.positions)
             if seen is not None:
@@ -241,7 +243,7 @@ class EagleDrafter(Drafter):
 
     @property
     def _output(self) -> Tensor:
-        return self._cast(self.parts.output)
+        return torch.empty(0) if self.head.own_output else self._cast(self.parts.output)
 
     def _cast(self, values: Tensor) -> Tensor:
         return values.to(next(self.head.parameters()).dtype)

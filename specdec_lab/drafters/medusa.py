@@ -86,10 +86,10 @@ class MedusaDrafter(Drafter):
         if tree == CONFIDENT:
             return None
         if tree == MEASURED:
-            return tree_from_accuracy(measured_accuracy(facts), nodes)
-        found = rank_tree(
-            published_tree(tree) if isinstance(tree, str) else tree, self.heads.heads, len(self.heads.vocabulary)
-        )
+            found = tree_from_accuracy(measured_accuracy(facts)[: self.heads.heads], nodes)
+        else:
+            paths = published_tree(tree) if isinstance(tree, str) else tree
+            found = rank_tree(paths, self.heads.heads, len(self.heads.vocabulary))
         self.branches = max(self.branches, found.branches)
         return found
 
@@ -113,8 +113,8 @@ class MedusaDrafter(Drafter):
         """Run the heads of all rows at once."""
         messages = [context.verification for context in contexts]
         hidden = torch.stack([message.features[-1][message.path[-1]] for message in messages])  # [rows, hidden]
-        output = self.parts.output
-        logits = self.heads.logits(hidden.to(output.dtype), output).float()  # [rows, heads, draft_vocab]
+        dtype = next(self.heads.parameters()).dtype
+        logits = self.heads.logits(hidden.to(dtype), self.parts.output.to(dtype)).float()  # [rows, heads, draft_vocab]
         best = logits.softmax(dim=-1).topk(self.branches, dim=-1)  # [rows, heads, branches]
         ids = self.heads.vocabulary.token_ids.to(best.indices.device)[best.indices].tolist()
         trees = []

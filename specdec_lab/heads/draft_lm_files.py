@@ -68,7 +68,13 @@ def load_draft_model(source: str, target: Target) -> tuple[DraftLM, dict[str, An
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         weights = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+        origin, offsets = [int(layer) for layer in config["origin_layers"]], weights.pop(VOCABULARY, None)
+        vocabulary = (
+            DraftVocabulary.whole(config["target_vocab"])
+            if offsets is None
+            else DraftVocabulary.from_offsets(offsets, config["target_vocab"])
+        )
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         remedy = f"its files cannot be read ({one_line(error)}); copy the folder again"
         raise InputError("model", source, remedy) from error
     if config.get("target_vocab") != target.vocab_size:
@@ -76,13 +82,10 @@ def load_draft_model(source: str, target: Target) -> tuple[DraftLM, dict[str, An
             f"it was made from a target of {config.get('target_vocab')} ids and {target.name} has {target.vocab_size}"
         )
         raise InputError("model", source, remedy)
-    offsets = weights.pop(VOCABULARY, None)
-    vocabulary = (
-        DraftVocabulary.whole(target.vocab_size)
-        if offsets is None
-        else DraftVocabulary.from_offsets(offsets, target.vocab_size)
-    )
-    draft = DraftLM(target, config["origin_layers"], vocabulary)
+    try:
+        draft = DraftLM(target, origin, vocabulary)
+    except InputError as error:
+        raise InputError("model", source, f"it was made from layers {origin}; {error.remedy}") from error
     expected = {name: tuple(weight.shape) for name, weight in draft.state_dict().items()}
     found = {name: tuple(weight.shape) for name, weight in weights.items()}
     if expected != found:

@@ -38,6 +38,7 @@ class EagleHead(nn.Module):
     """
 
     feature_layers: tuple[int, ...] = (-1,)
+    own_output = False
 
     def __init__(self, config: LlamaConfig, vocabulary: DraftVocabulary, fc_bias: bool = False) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,23 @@ def default_feature_layers(layers: int) -> tuple[int, int, int]:
     picks = (2, layers // 2, layers - 3)
     if not picks[0] < picks[1] < picks[2]:
         remedy = f"a target of {layers} layers has no three distinct ones at 2, n // 2 and n - 3; state them"
-        raise InputError("feature_layers", list(picks), remedy)
+        raise InputError("layers", list(picks), remedy)
     return picks
+
+
+def check_feature_layers(layers: Sequence[int], depth: int) -> None:
+    """Refuse hidden states that a target does not have, or one that is fused twice.
+
+    Args:
+        depth: layers of the target; its hidden states are 0, the embedding, to ``depth``, after the last norm.
+
+    Raises:
+        InputError: with the bare field ``layers``.
+    """
+    if not layers or not all(-depth - 1 <= layer <= depth for layer in layers):
+        raise InputError("layers", list(layers), f"name hidden states of the target, from 0 to {depth}")
+    if len({layer % (depth + 1) for layer in layers}) != len(layers):
+        raise InputError("layers", list(layers), "a hidden state is in the list twice; name distinct ones")
 
 
 class Eagle3Layer(nn.Module):
@@ -53,6 +68,8 @@ class Eagle3Head(nn.Module):
         feature_layers: the target's hidden states that are fused, in this order.
         target_hidden: width of each of them; ``None``: as the head's own.
     """
+
+    own_output = True
 
     def __init__(
         self,

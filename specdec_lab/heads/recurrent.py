@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -27,12 +28,14 @@ class RecurrentHead(Protocol):
         vocabulary: what it can draft.
         feature_layers: hidden states of the target that ``begin`` reads.
         rotation: of its positions.
+        own_output: whether it has an output layer of its own.
     """
 
     config: LlamaConfig
     vocabulary: DraftVocabulary
     feature_layers: tuple[int, ...]
     rotation: Rotation
+    own_output: bool
 
     def begin(self, features: Mapping[int, Tensor]) -> Tensor:
         """Return the layer's input from the target's states, ``{layer: [..., target hidden]} -> [..., hidden]``."""
@@ -56,7 +59,8 @@ class SharedParts:
     """The target's embedding, and its output layer at a draft vocabulary: frozen, never copied into a checkpoint.
 
     Raises:
-        UnsupportedModelError: an output layer with a bias, which no published head accounts for.
+        UnsupportedModelError: an output layer with a bias, which no published head accounts for, or one on another
+            device than the embedding.
     """
 
     def __init__(self, target: Target, vocabulary: DraftVocabulary) -> None:
@@ -67,9 +71,16 @@ class SharedParts:
         weight, embedding = output.weight, target.model.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
         assert isinstance(embedding, Tensor)
-        self._embedding = embedding.detach()
-        rows = weight.detach()
-        self.output = rows if vocabulary.is_whole else rows[vocabulary.token_ids.to(rows.device)].contiguous()
+        if weight.device != embedding.device:
+            raise UnsupportedModelError(f"{target.name} lies on several devices; draft heads need it on one")
+        self._embedding, self._weight, self._vocabulary = embedding.detach(), weight.detach(), vocabulary
+
+    @cached_property
+    def output(self) -> Tensor:
+        """The output layer at the vocabulary, ``[draft_vocab, hidden]``; a copy where the vocabulary is reduced."""
+        if self._vocabulary.is_whole:
+            return self._weight
+        return self._weight[self._vocabulary.token_ids.to(self._weight.device)].contiguous()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return ``[..., hidden]`` in the target's dtype."""

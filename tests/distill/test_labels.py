@@ -94,8 +94,8 @@ def test_a_chain_is_right_only_as_far_as_it_was_right_before():
     counter.count(2, everywhere, torch.tensor([right, wrong, right]), labels)
     assert int(counter.hits["depth1/top1"]) == 2
     assert int(counter.hits["depth2/top1"]) == 2
-    assert int(counter.hits["depth1/chain"]) == 2
-    assert int(counter.hits["depth2/chain"]) == 1
+    assert int(counter.hits["chain1/right"]) == 2
+    assert int(counter.hits["chain2/right"]) == 1
     assert int(counter.hits["depth2/top2"]) == 3
 
 
@@ -104,3 +104,15 @@ def test_a_label_beyond_the_draft_vocabulary_is_never_right():
     counter = HitCounter(torch.zeros(1, 1, dtype=torch.bool))
     counter.count(1, torch.ones(1, 1, dtype=torch.bool), torch.tensor([[0.0, 9.0]]), torch.tensor([-1]))
     assert int(counter.hits["depth1/top2"]) == 0
+
+
+def test_a_perfect_chain_is_perfect_however_short_the_reply():
+    """Positions before the reply, where the first depth has no label, counted against deeper ones."""
+    counter = HitCounter(torch.zeros(1, 6, dtype=torch.bool))
+    reply = torch.tensor([[False, False, False, True, True, True]])
+    for depth in (1, 2, 3):
+        marked = ahead(reply, depth + 1)
+        right = torch.tensor([[9.0, 0.0]]).expand(int(marked.sum()), 2)
+        counter.count(depth, marked, right, torch.zeros(int(marked.sum()), dtype=torch.long))
+    for depth in (1, 2, 3):
+        assert counter.hits[f"chain{depth}/right"] == counter.seen[f"chain{depth}"] > 0

@@ -424,7 +424,7 @@ def test_simulated_acceptance_length_by_hand():
     """Chains as counted where they are; else the product of the accuracies, depth by depth."""
     accuracy = {"accuracy/depth1/top1": 0.5, "accuracy/depth2/top1": 0.4, "accuracy/depth4/top1": 1.0}
     assert simulated_acceptance_length(accuracy) == pytest.approx(1 + 0.5 + 0.2)
-    chains = {"accuracy/depth1/chain": 0.5, "accuracy/depth2/chain": 0.3}
+    chains = {"accuracy/chain1/right": 0.5, "accuracy/chain2/right": 0.3}
     assert simulated_acceptance_length(accuracy | chains) == pytest.approx(1.8)
     assert simulated_acceptance_length({}) is None
 

@@ -10,6 +10,7 @@ from heads_at_hand import eagle3_head, eagle_head, every_other
 
 from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.distill.batch import Batch, Example, collate
+from specdec_lab.distill.learners.recurrent import Eagle3Learner
 from specdec_lab.distill.unrolled import unrolled
 from specdec_lab.drafters.eagle import EagleDrafter
 from specdec_lab.errors import InputError
@@ -137,6 +138,27 @@ def test_rows_of_a_batch_draft_as_alone(make: Callable, tiny_target):
     )
 
 
+@pytest.mark.parametrize("make", HEADS)
+def test_a_long_row_near_its_end_has_room_beside_a_prompt(make: Callable, tiny_target):
+    """TR-04: the cache was sized for a row's own feed, and written as wide as the widest beside it."""
+    target: Target = tiny_target()
+    prompts = [(7, 9), *(tuple(range(20, 80)) for _ in range(6))]
+    requests = [Request(prompt, 100 if at == 0 else 9) for at, prompt in enumerate(prompts)]
+    drafter = watched(target, make(target))
+    finished = [p.generation for p in speculative_decode(target, drafter, requests, batch_size=2) if p.generation]
+    assert len(finished) == len(prompts)
+    assert all(generation.error is None for generation in finished)
+
+
+@pytest.mark.parametrize("layers", [[99, 0, 1], [1, 1, 2], [1, -3], []])
+def test_states_that_a_target_lacks_or_that_are_doubled_are_refused(layers: list[int], tiny_target):
+    """TD-13."""
+    target: Target = tiny_target()  # three layers, so that -3 is 1
+    with pytest.raises(InputError) as error:
+        Eagle3Learner(target, torch.zeros(target.vocab_size), layers=layers)
+    assert error.value.field == "layers"
+
+
 def test_dynamic_tree_keeps_the_best_candidates_closed_under_ancestors(tiny_target):
     """TR-08: a node whose parent was pruned."""
     target: Target = tiny_target()
@@ -187,7 +209,7 @@ def test_default_layers_of_published_heads():
     for depth in (1, 2, 3, 5, 6):
         with pytest.raises(InputError) as error:
             default_feature_layers(depth)
-        assert error.value.field == "feature_layers"
+        assert error.value.field == "layers"
 
 
 def test_no_head_is_shipped_for_a_random_target(tiny_target):

@@ -153,5 +153,5 @@ def test_default_states_are_a_low_a_middle_and_a_high_one():
     """As published; a target that is too shallow for them is told to state its own."""
     assert default_feature_layers(32) == (2, 16, 29)
     assert default_feature_layers(36) == (2, 18, 33)
-    with pytest.raises(InputError, match=r"feature_layers=.*state them"):
+    with pytest.raises(InputError, match=r"layers=.*state them"):
         default_feature_layers(5)

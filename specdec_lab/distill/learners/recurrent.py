@@ -19,7 +19,7 @@ from specdec_lab.distill.unrolled import unrolled
 from specdec_lab.drafters.eagle import EagleDrafter
 from specdec_lab.heads.decoder import start_small
 from specdec_lab.heads.eagle import EagleHead
-from specdec_lab.heads.eagle3 import Eagle3Head, default_feature_layers
+from specdec_lab.heads.eagle3 import Eagle3Head, check_feature_layers, default_feature_layers
 from specdec_lab.heads.formats import save_head
 from specdec_lab.heads.recurrent import SharedParts
 from specdec_lab.heads.shape import layer_config
@@ -182,7 +182,8 @@ class Eagle3Learner(RecurrentLearner):
     ) -> None:
         vocabulary = chosen_vocabulary(target, counts, draft_vocab)
         depth = target.model.config.get_text_config().num_hidden_layers
-        picks = tuple(layers) if layers else default_feature_layers(depth)
+        picks = default_feature_layers(depth) if layers is None else tuple(layers)
+        check_feature_layers(picks, depth)
         head = Eagle3Head(layer_config(target, intermediate_size), vocabulary, picks)
         start_small(head, torch.Generator().manual_seed(seed))
         if start_output:

@@ -126,9 +126,19 @@ def test_a_measured_cost_has_every_size(tiny_target: GetTarget):
     target = tiny_target()
     target.allocate(2, 40, 12)
     cost = measure_verify_cost(target, 12)
+    assert cost is not None
     assert [nodes for nodes, _ in cost.points] == [1, 2, 4, 8, 12]
     assert all(time > 0 for _, time in cost.points)
     assert target.length(0) == 0
+
+
+def test_a_cost_is_measured_within_the_cache(tiny_target: GetTarget):
+    """A member that is wider than the hybrid, or prompts that all fail, left no room for the widest tree."""
+    target = tiny_target()
+    target.allocate(1, 4, 4)
+    cost = measure_verify_cost(target, 500)
+    assert cost is not None
+    assert max(nodes for nodes, _ in cost.points) == target.cache.capacity - 1 < 500
 
 
 @pytest.mark.parametrize("verify_ms", [{}, {2: 5.0}, {1: 0.0}, {0: 1.0, 1: 1.0}, {1: -1.0}])

@@ -53,7 +53,7 @@ bench: $(INSTALLED)  ## the speed figures of docs/performance.md (about 75 minut
 HEADS := medusa eagle eagle3 draft_model
 TRAIN_FLAGS ?=
 RESPONSES := outputs/heads/responses
-heads: $(INSTALLED)  ## make the shipped heads again from HEAD_PROMPTS=prompts.jsonl (hours on a CPU)
+heads: $(INSTALLED)  ## make heads of the default target from HEAD_PROMPTS=prompts.jsonl (hours on a CPU)
 	@test -n "$(HEAD_PROMPTS)" || { echo "name the prompts to train on: make heads HEAD_PROMPTS=prompts.jsonl"; exit 1; }
 	$(VENV)/bin/python scripts/generate_responses.py prompts.paths=[$(HEAD_PROMPTS)] samples=[0,1] \
 		hydra.run.dir=$(RESPONSES) resume=true

@@ -32,7 +32,7 @@ test: $(INSTALLED)  ## the tests, without the slow ones
 	$(VENV)/bin/python -m pytest
 
 test-all: $(INSTALLED)  ## the tests, with the slow ones
-	$(VENV)/bin/python -m pytest -m "slow or not slow"
+	$(VENV)/bin/python -m pytest -m "not forked"
 
 test-compat: $(COMPAT_INSTALLED)  ## the tests on the oldest supported transformers
 	$(COMPAT)/bin/python -m pytest

@@ -6,6 +6,8 @@ import gc
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -219,11 +221,23 @@ def forked(folder: Path, settings: Mapping[str, Any], kill: int | None, dropout:
     (folder / f"seen_{rank}.json").write_text(json.dumps({"keys": source.keys, "draws": learner.draws}))
 
 
+@pytest.mark.parametrize("name", ["test_two_processes_equal_one", "test_two_killed_processes_go_on"])
+def test_in_a_process_that_may_be_forked(name: str):
+    """A fork of a process whose OpenMP threads have worked waits for them for ever, so that each has one of its own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "forked", f"{__file__}::{name}"]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "1 passed" in done.stdout
+
+
 def two_processes(folder: Path, kill: int | None = None, dropout: float = 0.0, **settings: Any) -> None:
     folder.mkdir(exist_ok=True)
     debug_launcher(forked, (folder, settings, kill, dropout), num_processes=2)
 
 
+@pytest.mark.forked
 def test_two_processes_equal_one(tmp_path: Path, undivided: Any):
     """Gradients are averaged over processes and losses summed over labels: same rows, same weights, no ``module.``.
 
@@ -244,6 +258,7 @@ def test_two_processes_equal_one(tmp_path: Path, undivided: Any):
     assert source.keys == []
 
 
+@pytest.mark.forked
 def test_two_killed_processes_go_on(tmp_path: Path):
     """Guards TD-04 with two processes and random numbers of their own, at the end of the second epoch."""
     options: dict[str, Any] = {"batch_size": 1, "accumulation": 2, "dropout": 0.3}

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from specdec_lab.errors import InputError
 from specdec_lab.target import Target
-from specdec_lab.tree import DraftTree
+from specdec_lab.tree import DraftTree, best_nodes
 
 
 def expected_emitted(acceptance: float, k: int) -> float:
@@ -99,6 +99,20 @@ def measure_verify_cost(target: Target, most: int, history: int = 64, repeats: i
         found[nodes] = max(statistics.median(times[1:]), 1e-3)
     target.reset(0)
     return VerifyCost(found)
+
+
+def paying_tree(
+    tokens: Sequence[int], parents: Sequence[int], values: Sequence[float], most: int, cost: VerifyCost | None
+) -> DraftTree:
+    """Return the best of all candidates, at most so many drafts, and no more than are worth while, but one.
+
+    Args:
+        tokens: see ``specdec_lab.tree.best_nodes``, as ``parents`` and ``values``.
+        cost: of a verify forward; ``None`` where every node pays.
+    """
+    if cost is not None:
+        most = max(1, cost.worth(sorted(values[1:], reverse=True)[:most]))
+    return best_nodes(tokens, parents, values, most)
 
 
 def bushy(nodes: int, branches: int) -> DraftTree:

@@ -71,11 +71,23 @@ def rank_tree(paths: Iterable[Sequence[int]], deepest: int, choices: int) -> Ran
     if len(known) != len(nodes):
         twice = next(path for path in nodes if nodes.count(path) > 1)
         raise InputError("tree", list(twice), "this node is in the tree twice; name it once")
-    return RankTree(tuple(sorted(nodes, key=lambda path: (len(path), path))))
+    return tree_of(nodes)
+
+
+def tree_of(paths: Iterable[RankPath]) -> RankTree:
+    """Return the tree of paths that are known to hold their parents."""
+    return RankTree(tuple(sorted(paths, key=lambda path: (len(path), path))))
 
 
 def tree_from_accuracy(accuracy: Sequence[Sequence[float]], nodes: int) -> RankTree:
-    """Return the tree with the most expected accepted tokens, from how often each rank was right at each depth.
+    """Return the tree of ``best_paths``."""
+    return tree_of(path for _, path in best_paths(accuracy, nodes))
+
+
+def best_paths(accuracy: Sequence[Sequence[float]], nodes: int) -> list[tuple[float, RankPath]]:
+    """Return value and path of the nodes of the tree with the most expected accepted tokens, the best first.
+
+    It follows from how often each rank was right at each depth.
 
     A node's value is the product along its path; the best node that hangs from the tree so far is added until there are
     enough (arXiv 2401.10774, section 2.3.3). Since values fall along a path, no other tree of that size is better under
@@ -87,10 +99,10 @@ def tree_from_accuracy(accuracy: Sequence[Sequence[float]], nodes: int) -> RankT
     """
     frontier: list[tuple[float, RankPath]] = [(-accuracy[0][0], (0,))]
     values: dict[RankPath, float] = {(): 1.0}
-    chosen: list[RankPath] = []
+    chosen: list[tuple[float, RankPath]] = []
     while frontier and len(chosen) < nodes:
         value, path = heapq.heappop(frontier)
-        chosen.append(path)
+        chosen.append((-value, path))
         values[path] = -value
         depth, rank = len(path), path[-1]
         if rank + 1 < len(accuracy[depth - 1]):
@@ -98,4 +110,4 @@ def tree_from_accuracy(accuracy: Sequence[Sequence[float]], nodes: int) -> RankT
             heapq.heappush(frontier, (-values[path[:-1]] * accuracy[depth - 1][rank + 1], sibling))
         if depth < len(accuracy):
             heapq.heappush(frontier, (-values[path] * accuracy[depth][0], (*path, 0)))
-    return RankTree(tuple(sorted(chosen, key=lambda path: (len(path), path))))
+    return chosen

@@ -200,17 +200,11 @@ def _log_results(run: wandb.Run, entry: Mapping[str, Any], rows: Sequence[Mappin
 # --- one run ---------------------------------------------------------------------------------------------------------
 
 
-def _try_to_log(
-    entry: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    facts: dict[str, Any],
-    settings: TrackingSettings,
-    run_dir: Path,
-) -> Path | Exception:
-    """Log one run and return its folder, or what went wrong; the run is finished either way."""
+def quiet_settings() -> wandb.Settings:
+    """Return settings under which W&B says nothing, waits for nobody for long, and keeps nothing that may be secret."""
     import wandb
 
-    quiet = wandb.Settings(
+    return wandb.Settings(
         silent=True,
         console="off",
         init_timeout=INIT_TIMEOUT,
@@ -221,6 +215,18 @@ def _try_to_log(
         disable_job_creation=True,
         save_code=False,
     )
+
+
+def _try_to_log(
+    entry: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    facts: dict[str, Any],
+    settings: TrackingSettings,
+    run_dir: Path,
+) -> Path | Exception:
+    """Log one run and return its folder, or what went wrong; the run is finished either way."""
+    import wandb
+
     try:
         with wandb.init(
             project=settings.project,
@@ -233,7 +239,7 @@ def _try_to_log(
             dir=run_dir,
             config=facts,
             reinit="finish_previous",
-            settings=quiet,
+            settings=quiet_settings(),
         ) as run:
             folder = Path(run.dir).parent
             try:

@@ -183,10 +183,8 @@ def first_nodes(tree: DraftTree, count: int) -> DraftTree:
     return DraftTree(tree.tokens[:count], tree.parents[:count], confidence=sure)
 
 
-def best_nodes(
-    tokens: Sequence[int], parents: Sequence[int], values: Sequence[float], count: int
-) -> tuple[DraftTree, tuple[int, ...]]:
-    """Return the tree of the most valuable drafts, and which nodes they were; the root stays first.
+def best_nodes(tokens: Sequence[int], parents: Sequence[int], values: Sequence[float], count: int) -> DraftTree:
+    """Return the tree of the most valuable drafts; the root stays first.
 
     Values do not rise along a path, and a parent stands before its child, so that the choice is closed under ancestors.
 
@@ -205,12 +203,11 @@ def best_nodes(
     ranked = sorted(range(1, len(tokens)), key=lambda node: (-values[node], node))[:count]
     kept = (0, *sorted(ranked))
     place = {node: at for at, node in enumerate(kept)}
-    tree = DraftTree(
+    return DraftTree(
         tuple(tokens[node] for node in kept),
         (-1, *(place[parents[node]] for node in kept[1:])),
         confidence=tuple(values[node] for node in kept),
     )
-    return tree, kept
 
 
 def find_path(tree: DraftTree, tokens: Iterable[int]) -> int | None:

@@ -41,9 +41,22 @@ def benchmark_job(config: DictConfig) -> None:
         SystemExit: with the exit code, if it is not 0.
         JobFailedError: the same within a sweep, which goes on.
     """
+    run_job(config, _run)
+
+
+def run_job(config: DictConfig, run: Callable[[DictConfig, Path], int]) -> None:
+    """Call ``run(config, run folder)`` in the folder of the launch, and end the job with the exit code it returns.
+
+    Raises:
+        SystemExit: with the exit code, if it is not 0.
+        JobFailedError: the same within a sweep, which goes on.
+        KeyboardInterrupt: the run was interrupted, which ends a sweep too.
+    """
     hydra = HydraConfig.get()
     with chdir(get_original_cwd()):
-        code = _run(config, Path(hydra.runtime.output_dir))
+        code = run(config, Path(hydra.runtime.output_dir))
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
     if code != SUCCESS:
         raise JobFailedError(code) if hydra.mode is RunMode.MULTIRUN else SystemExit(code)
 

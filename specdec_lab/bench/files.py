@@ -23,7 +23,16 @@ class StorageError(SpecdecError):
 
 
 def check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Decide whether a benchmark may write into a folder; see ``check_folder_of``."""
+    check_folder_of(CONFIG, WRITTEN_BY_A_RUN, folder, resume=resume, overwrite=overwrite)
+
+
+def check_folder_of(mark: str, written: frozenset[str], folder: Path, *, resume: bool, overwrite: bool) -> None:
     """Decide whether a run may write into a folder; nothing is changed.
+
+    Args:
+        mark: the file by which an earlier run is known.
+        written: what such a run writes.
 
     Raises:
         InputError: it holds something, and neither ``resume`` nor ``overwrite`` says what to do with that; or
@@ -32,14 +41,14 @@ def check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise InputError("overwrite", True, "resume=true keeps what overwrite=true removes; give one of the two")
     held = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
-    if not held or (resume and CONFIG in held):
+    if not held or (resume and mark in held):
         return
     if resume:
-        raise InputError("resume", True, f"{folder} holds no {CONFIG} of an earlier run; give the folder of a run")
+        raise InputError("resume", True, f"{folder} holds no {mark} of an earlier run; give the folder of a run")
     if not overwrite:
         remedy = f"the folder holds {listed(held, most=3)}; add resume=true, overwrite=true or give another folder"
         raise InputError("hydra.run.dir", str(folder), remedy)
-    foreign = [name for name in held if name.removesuffix(_TEMPORARY) not in WRITTEN_BY_A_RUN]
+    foreign = [name for name in held if name.removesuffix(_TEMPORARY) not in written]
     if foreign:
         remedy = f"overwrite=true only removes what a run writes, and {folder} also holds {listed(foreign, most=3)}"
         raise InputError("overwrite", True, f"{remedy}; give another folder")
@@ -64,9 +73,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 _RESTORE = "restore it, start anew with overwrite=true or give another folder"
 
 
-def clear_folder(folder: Path) -> None:
+def clear_folder(folder: Path, written: frozenset[str] = WRITTEN_BY_A_RUN) -> None:
     """Remove the files that a run writes. The folders of earlier tracking runs stay: they are runs of their own."""
-    for name in WRITTEN_BY_A_RUN - {TRACKING}:
+    for name in written - {TRACKING}:
         for path in (folder / name, folder / (name + _TEMPORARY)):
             path.unlink(missing_ok=True)
 

@@ -149,20 +149,25 @@ def choose_strategies(
 
 
 def _refuse_unshipped(name: str, node: Mapping[str, Any], target_model: str | None) -> None:
-    for field, value in node.items():
-        if value == SHIPPED and not is_shipped(_head_kind(name, node), target_model):
-            remedy = f"none comes with the package for the target {target_model}; train one, or give a folder or hub id"
-            raise InputError(f"drafter.{name}.{field}", value, remedy)
+    field = _unshipped(name, node, target_model)
+    if field is not None:
+        remedy = f"none comes with the package for the target {target_model}; train one, or give a folder or hub id"
+        raise InputError(f"drafter.{name}.{field}", SHIPPED, remedy)
 
 
 def _needs_are_met(name: str, node: Mapping[str, Any], target_model: str | None) -> bool:
-    values = list(node.values())
-    return MISSING not in values and (SHIPPED not in values or is_shipped(_head_kind(name, node), target_model))
+    return MISSING not in node.values() and _unshipped(name, node, target_model) is None
 
 
-def _head_kind(name: str, node: Mapping[str, Any]) -> str:
-    """Return which kind of head a strategy takes: it says so, or its module is called after it."""
-    return node.get("kind") or str(node.get("_target_", name)).rpartition(".")[0].rpartition(".")[2]
+def _unshipped(name: str, node: Mapping[str, Any], target_model: str | None) -> str | None:
+    """Return the field that wants a shipped head where none is there for the target.
+
+    Which kind of head a strategy takes it says itself, or its module is called after it.
+    """
+    kind = node.get("kind") or str(node.get("_target_", name)).rpartition(".")[0].rpartition(".")[2]
+    if is_shipped(kind, target_model):
+        return None
+    return next((field for field, value in node.items() if value == SHIPPED), None)
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:

@@ -84,9 +84,21 @@ def _interval(pairs: Sequence[Pair], rate: Rate, seed: int) -> list[float] | Non
     if len(by_prompt) < 2:
         return None
     columns = np.stack([_totals(group, rate) for group in by_prompt.values()], axis=1)  # [4, prompts]
+    return percentile_interval(columns, _ratio_of_totals, seed)
+
+
+def percentile_interval(
+    columns: NDArray[np.float64], statistic: Callable[..., NDArray[np.float64]], seed: int
+) -> list[float]:
+    """Return the percentile bootstrap interval of a statistic whose columns are resampled together.
+
+    Args:
+        columns: ``[columns, prompts]``, two prompts or more.
+        statistic: of the columns, with ``axis``.
+    """
     found = bootstrap(
         tuple(columns),
-        _ratio_of_totals,
+        statistic,
         paired=True,
         vectorized=True,
         n_resamples=RESAMPLES,

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import bootstrap
 
-from specdec_lab.bench.statistics import CONFIDENCE, RESAMPLES
+from specdec_lab.bench.statistics import percentile_interval
 from specdec_lab.compare.entries import Entry, RequestKey
 
 SWAPS = 10_000
@@ -99,17 +98,9 @@ def interval(sums: Columns, seed: int) -> list[float]:
     Args:
         sums: ``[8, prompts]``, two prompts or more.
     """
-    found = bootstrap(
-        tuple(sums),
-        lambda *sides, axis: np.exp(log_ratio(np.stack([side.sum(axis=axis) for side in sides]))),
-        paired=True,
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="percentile",  # BCa is undefined where all prompts agree
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return [float(found.low), float(found.high)]
+    return percentile_interval(
+        sums, lambda *sides, axis: np.exp(log_ratio(np.stack([side.sum(axis=axis) for side in sides]))), seed
+    )
 
 
 def exchange_p_value(sums: Columns, seed: int) -> float:

@@ -20,8 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from specdec_lab.bench import files
 from specdec_lab.bench.files import write_atomically
-from specdec_lab.errors import InputError, listed, one_line
+from specdec_lab.errors import InputError, one_line
 
 RESPONSES, WRITTEN, MANIFEST, PACKED = "responses.jsonl", "written.jsonl", "manifest.json", "responses.safetensors"
 WRITTEN_BY_A_RUN = frozenset({RESPONSES, WRITTEN, MANIFEST, PACKED})
@@ -173,30 +174,14 @@ def check_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """Decide whether a run may write into a folder; nothing is changed.
 
     Raises:
-        InputError: it holds something, and neither ``resume`` nor ``overwrite`` says what to do with that; or
-            ``overwrite`` would have to remove something that no run writes; or ``resume`` finds no run.
+        InputError: see ``specdec_lab.bench.files.check_folder_of``.
     """
-    if resume and overwrite:
-        raise InputError("overwrite", True, "resume=true keeps what overwrite=true removes; give one of the two")
-    held = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
-    if not held or (resume and MANIFEST in held):
-        return
-    if resume:
-        raise InputError("resume", True, f"{folder} holds no {MANIFEST} of an earlier run; give the folder of a run")
-    if not overwrite:
-        remedy = f"the folder holds {listed(held, most=3)}; add resume=true, overwrite=true or give another folder"
-        raise InputError("hydra.run.dir", str(folder), remedy)
-    foreign = [name for name in held if name.removesuffix(_TEMPORARY) not in WRITTEN_BY_A_RUN]
-    if foreign:
-        remedy = f"overwrite=true only removes what a run writes, and {folder} also holds {listed(foreign, most=3)}"
-        raise InputError("overwrite", True, f"{remedy}; give another folder")
+    files.check_folder_of(MANIFEST, WRITTEN_BY_A_RUN, folder, resume=resume, overwrite=overwrite)
 
 
 def clear_folder(folder: Path) -> None:
     """Remove the files that a run writes."""
-    for name in WRITTEN_BY_A_RUN:
-        for path in (folder / name, folder / (name + _TEMPORARY)):
-            path.unlink(missing_ok=True)
+    files.clear_folder(folder, WRITTEN_BY_A_RUN)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import chdir
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from hydra.utils import get_original_cwd
 from omegaconf import DictConfig
 from rich.console import Console
 
-from specdec_lab.bench.command import REFUSED, ROWS_FAILED, SUCCESS, JobFailedError, plain_config, say, say_error
+from specdec_lab.bench.command import REFUSED, ROWS_FAILED, SUCCESS, plain_config, run_job, say, say_error
 from specdec_lab.distill.responses import check_run, generate_responses, plan_generation
 from specdec_lab.errors import SpecdecError, one_line
 
@@ -20,14 +16,9 @@ def responses_job(config: DictConfig) -> None:
     """Generate responses inside Hydra; paths are relative to the folder of the launch.
 
     Raises:
-        SystemExit: with the exit code, if it is not 0.
-        JobFailedError: the same within a sweep, which goes on.
+        SystemExit, JobFailedError, KeyboardInterrupt: see ``run_job``.
     """
-    hydra = HydraConfig.get()
-    with chdir(get_original_cwd()):
-        code = _run(config, Path(hydra.runtime.output_dir))
-    if code != SUCCESS:
-        raise JobFailedError(code) if hydra.mode is RunMode.MULTIRUN else SystemExit(code)
+    run_job(config, _run)
 
 
 def _run(config: DictConfig, folder: Path) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, chdir, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,6 @@ import torch
 import yaml
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from hydra.utils import get_original_cwd
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from torch import Tensor
@@ -25,8 +22,8 @@ from specdec_lab.bench.command import (
     INTERRUPTED,
     REFUSED,
     SUCCESS,
-    JobFailedError,
     plain_config,
+    run_job,
     say,
     say_error,
 )
@@ -78,16 +75,9 @@ def train_job(config: DictConfig) -> None:
     """Train one head inside Hydra; paths are relative to the folder of the launch.
 
     Raises:
-        SystemExit: with the exit code, if it is not 0.
-        JobFailedError: the same within a sweep, which goes on.
+        SystemExit, JobFailedError, KeyboardInterrupt: see ``run_job``.
     """
-    hydra = HydraConfig.get()
-    with chdir(get_original_cwd()):
-        code = _run(config, Path(hydra.runtime.output_dir))
-    if code == INTERRUPTED:
-        raise KeyboardInterrupt  # ends a sweep too
-    if code != SUCCESS:
-        raise JobFailedError(code) if hydra.mode is RunMode.MULTIRUN else SystemExit(code)
+    run_job(config, _run)
 
 
 def plan_training(config: Mapping[str, Any]) -> TrainJob:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec_lab.bench.files import TRACKING
 from specdec_lab.errors import described
-from specdec_lab.tracking import FINISH_TIMEOUT, INIT_TIMEOUT, TrackingSettings, run_config
+from specdec_lab.tracking import TrackingSettings, quiet_settings, run_config
 
 if TYPE_CHECKING:
     import wandb  # imported where it is used: a training without tracking never loads it
@@ -101,17 +101,7 @@ def _open(settings: TrackingSettings, name: str, config: Mapping[str, Any], fold
         dir=folder,
         config=run_config({}, {"name": name, "config": config.get("head"), "lossless": True}, config),
         reinit="finish_previous",
-        settings=wandb.Settings(
-            silent=True,
-            console="off",
-            init_timeout=INIT_TIMEOUT,
-            finish_timeout=FINISH_TIMEOUT,
-            x_disable_stats=True,
-            x_disable_meta=True,  # holds the command line, which may hold a secret
-            disable_git=True,  # a remote's address may hold one too
-            disable_job_creation=True,
-            save_code=False,
-        ),
+        settings=quiet_settings(),
     )
     run.define_metric(STEP, summary="none")
     run.define_metric("*", step_metric=STEP)

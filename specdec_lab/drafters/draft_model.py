@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from specdec_lab.choices import SequenceRule, processed
-from specdec_lab.cost import VerifyCost, best_chain_length, measure_verify_cost
+from specdec_lab.cost import VerifyCost, best_chain_length, measure_verify_cost, paying_tree
 from specdec_lab.drafters.base import DraftContext, Drafter
 from specdec_lab.errors import InputError
 from specdec_lab.heads.draft_lm import DraftLM
@@ -22,7 +22,7 @@ from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.sampling import Processing
 from specdec_lab.target import Target
 from specdec_lab.targets.loading import Attention, Dtype, load_draft
-from specdec_lab.tree import DraftTree, best_nodes, chain, root_only
+from specdec_lab.tree import DraftTree, chain, root_only
 from specdec_lab.verify import LAW_RULES
 
 log = logging.getLogger(__name__)
@@ -344,10 +344,8 @@ class _Growth:
         if len(self.tokens) == 1:
             return root_only(self.tokens[0])
         if not self.drawn:
-            count, cost = self.drafter.nodes, self.drafter.verify_cost
-            if cost is not None:
-                count = max(1, cost.worth(sorted(self.reach[1:], reverse=True)[:count]))
-            return best_nodes(self.tokens, self.parents, self.reach, count)[0]
+            nodes, cost = self.drafter.nodes, self.drafter.verify_cost
+            return paying_tree(self.tokens, self.parents, self.reach, nodes, cost)
         nothing = torch.zeros_like(next(iter(self.laws.values())))
         laws = torch.stack([self.laws.get(node, nothing) for node in range(len(self.tokens))])
         return DraftTree(tuple(self.tokens), tuple(self.parents), laws, without_replacement=True)

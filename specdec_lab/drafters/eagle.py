@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from specdec_lab.cost import VerifyCost, measure_verify_cost
+from specdec_lab.cost import VerifyCost, measure_verify_cost, paying_tree
 from specdec_lab.drafters.base import DraftContext, Drafter
 from specdec_lab.drafters.medusa import MEASURED, check_head, measured_accuracy
 from specdec_lab.errors import DrafterError
@@ -24,7 +24,7 @@ from specdec_lab.heads.recurrent import SharedParts
 from specdec_lab.heads.shipped import SHIPPED, head_source
 from specdec_lab.rank_trees import RankTree, rank_tree, tree_from_accuracy
 from specdec_lab.target import LayerShape, Target, TreeCache
-from specdec_lab.tree import DraftTree, best_nodes, root_only
+from specdec_lab.tree import DraftTree, root_only
 
 DYNAMIC = "dynamic"
 
@@ -236,10 +236,7 @@ class EagleDrafter(Drafter):
             return root_only(growth.tokens[0])
         if self.static is not None:
             return DraftTree(tuple(growth.tokens), tuple(growth.parents), confidence=tuple(growth.values))
-        count = self.nodes
-        if self.cost is not None:
-            count = min(count, max(1, self.cost.worth(sorted(growth.values[1:], reverse=True)[: self.nodes])))
-        return best_nodes(growth.tokens, growth.parents, growth.values, count)[0]
+        return paying_tree(growth.tokens, growth.parents, growth.values, self.nodes, self.cost)
 
     @property
     def _output(self) -> Tensor:

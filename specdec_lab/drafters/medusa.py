@@ -16,7 +16,7 @@ from specdec_lab.heads.medusa import MedusaHeads
 from specdec_lab.heads.published_trees import published_tree
 from specdec_lab.heads.recurrent import SharedParts
 from specdec_lab.heads.shipped import SHIPPED, head_source
-from specdec_lab.rank_trees import RankTree, rank_tree, tree_from_accuracy
+from specdec_lab.rank_trees import RankTree, best_paths, rank_tree, tree_from_accuracy, tree_of
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree
 
@@ -120,19 +120,16 @@ class MedusaDrafter(Drafter):
         trees = []
         for context, tokens, chances in zip(contexts, ids, best.values.tolist(), strict=True):
             depth = min(self.heads.heads, context.max_depth)
-            paths = self._paths(tokens, chances, depth)
-            trees.append(self._tree(context.tokens[-1], paths, tokens, chances))
+            trees.append(self._tree(context.tokens[-1], self._ranks(chances, depth), tokens, chances))
         return trees
 
-    def _paths(self, tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]], depth: int) -> RankTree:
+    def _ranks(self, chances: Sequence[Sequence[float]], depth: int) -> RankTree:
         """Return the ranks to draft in this round."""
         if self.static is not None:
             return self.static.within(depth)
-        grown = tree_from_accuracy(chances[:depth], self.nodes)
-        if self.cost is None:
-            return grown
-        values = sorted((_value(path, chances) for path in grown.paths), reverse=True)
-        return tree_from_accuracy(chances[:depth], max(1, self.cost.worth(values)))
+        best = best_paths(chances[:depth], self.nodes)
+        worth = len(best) if self.cost is None else max(1, self.cost.worth([value for value, _ in best]))
+        return tree_of(path for _, path in best[:worth])
 
     def _tree(
         self, root: int, ranks: RankTree, tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]]
@@ -149,13 +146,6 @@ class MedusaDrafter(Drafter):
             parents.append(parent)
             sure.append(sure[parent] * chances[len(path) - 1][path[-1]])
         return DraftTree(tuple(made), tuple(parents), confidence=tuple(sure))
-
-
-def _value(path: Sequence[int], chances: Sequence[Sequence[float]]) -> float:
-    value = 1.0
-    for depth, rank in enumerate(path):
-        value *= chances[depth][rank]
-    return value
 
 
 def check_head(kind: Kind, head: object, revision: str | None) -> None:

@@ -17,7 +17,7 @@ TORCH_PIP_FLAGS ?=
 export HF_HUB_OFFLINE ?= 1
 export HF_DATASETS_OFFLINE ?= 1
 
-.PHONY: help install demo test test-all test-compat check format bench heads clean
+.PHONY: help install demo test test-all test-docs test-compat check format bench heads clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -33,6 +33,9 @@ test: $(INSTALLED)  ## the tests, without the slow ones
 
 test-all: $(INSTALLED)  ## the tests, with the slow ones
 	$(VENV)/bin/python -m pytest -m "not forked"
+
+test-docs: $(INSTALLED)  ## every command that a page shows, in its tiny form
+	$(VENV)/bin/python -m pytest tests/test_commands.py tests/test_experiments.py -m "not forked"
 
 test-compat: $(COMPAT_INSTALLED)  ## the tests on the oldest supported transformers
 	$(COMPAT)/bin/python -m pytest

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+
+from scipy.optimize import root_scalar
 
 from specdec_lab.errors import InputError
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree, best_nodes
 
 
-def expected_emitted(acceptance: float, k: int) -> float:
+def expected_emitted(acceptance: float, k: float) -> float:
     """Return the tokens that a round with a chain of ``k`` drafts emits, bonus token included.
 
     (1 - a^(k+1)) / (1 - a) for acceptance probability ``a`` per draft, the same and independent at each
@@ -35,6 +38,30 @@ def chain_speedup(acceptance: float, k: int, draft_cost: float) -> float:
 def best_chain_length(acceptance: float, draft_cost: float, longest: int) -> int:
     """Return the number of drafts, 1 to ``longest``, with the largest ``chain_speedup``."""
     return max(range(1, longest + 1), key=lambda k: (chain_speedup(acceptance, k, draft_cost), -k))
+
+
+def break_even_acceptance(k: int, draft_cost: float) -> float | None:
+    """Return the acceptance probability per draft from which on ``chain_speedup`` exceeds 1.
+
+    ``None`` if none does: drafting so many costs more than all of them are worth.
+    """
+    if chain_speedup(1.0, k, draft_cost) <= 1:
+        return None
+    return float(root_scalar(lambda rate: chain_speedup(rate, k, draft_cost) - 1, bracket=[0.0, 1.0]).root)
+
+
+def rough_chain_speedup(acceptance: float, k: int, draft_cost: float) -> float:
+    """Return the rule of thumb (1 + K a) / (1 + K c), which counts each draft as if those before it did not matter.
+
+    It equals ``chain_speedup`` at K = 1, and is too large beyond; it is exact with accepted over proposed drafts in
+    place of ``acceptance``.
+    """
+    return (1 + k * acceptance) / (1 + k * draft_cost)
+
+
+def rough_best_chain_length(acceptance: float, draft_cost: float) -> float:
+    """Return the rule of thumb sqrt(a / c); ``best_chain_length`` searches the exact formula."""
+    return math.sqrt(acceptance / draft_cost)
 
 
 class VerifyCost:

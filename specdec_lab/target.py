@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -430,7 +431,9 @@ class Target:
 
     # --- whole texts ------------------------------------------------------------------------------------------------
 
-    def states(self, ids: Tensor, lengths: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
+    def states(
+        self, ids: Tensor, lengths: Tensor, layers: Sequence[int], *, differentiable: bool = False
+    ) -> dict[int, Tensor]:
         """Run whole texts side by side and return their hidden states, as a head is trained on them.
 
         The cache is neither used nor changed. The result is no tensor of inference mode, so that autograd can keep it.
@@ -439,6 +442,7 @@ class Target:
             ids: texts padded on the right, ``[rows, tokens]``; what stands in the padding has no influence.
             lengths: tokens of each row without padding, ``[rows]``, at least 1.
             layers: hidden states to return, counted as ``Drafter.feature_layers`` counts them.
+            differentiable: whether they keep their graph, for weights of the model that are trained.
 
         Returns:
             ``{layer: [rows, tokens, hidden]}`` on the model's devices, zero in the padding.
@@ -453,7 +457,7 @@ class Target:
         padding = at >= lengths.to(ids.device)[:, None]  # [rows, tokens]
         tokens = torch.where(padding, ids[:, :1], ids)  # padding is a token of the row's own text, as in _forward
         kept = {"logits_to_keep": 1} if self._can_keep_logits else {}
-        with torch.inference_mode():
+        with nullcontext() if differentiable else torch.inference_mode():
             masks = self._text_masks(rows, width)
             _, features = self._run(tokens, at.expand(rows, width), masks, layers, use_cache=False, **kept)
         return {

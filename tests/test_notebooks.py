@@ -14,7 +14,14 @@ jupytext = pytest.importorskip("jupytext")
 nbclient = pytest.importorskip("nbclient")
 
 ROOT = Path(specdec_lab.__file__).parents[1]
-SHOWN = {"01_speculative_decoding": {"identical texts", "identical texts again"}}
+SHOWN = {
+    "01_speculative_decoding": {
+        "identical texts", "identical texts again", "rejected as often as the laws differ", "the target's law came out",
+    },
+    "02_compare_strategies": {"every pair has a verdict", "one file, the same numbers"},
+    "03_train_a_head": {"the head pays", "the text is the target's"},
+    "04_add_a_strategy": {"one text", "proved lossless"},
+}  # fmt: skip
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 

@@ -26,6 +26,8 @@ SCRIPT = ROOT / "scripts" / "benchmark.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 
 
+FILES = {"config.yaml", "requests.jsonl", "comparison.json", "comparison.csv", "report.html"}
+
 TWO_STRATEGIES = ("target=tiny", "target.device=cpu", "strategies=[autoregressive,ngram]")
 """Unless a test says otherwise: the rest of the strategies have their tests elsewhere."""
 
@@ -190,7 +192,7 @@ def test_paths_start_at_the_folder_of_the_launch(command, tmp_path: Path, chdir:
     assert code == 0, err
     for folder in ("single", "sweep/0", "sweep/1"):
         found = {path.name for path in (tmp_path / folder).iterdir()}
-        assert found == {"config.yaml", "requests.jsonl", "summary.json", "summary.csv"}
+        assert found == {*FILES, "summary.json", "summary.csv"}
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "single", "sweep"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from specdec_lab.bench.files import (
     storage,
     write_atomically,
 )
+from specdec_lab.bench.processes import Launch, check_enough_prompts, merge_rows, split_rows
 from specdec_lab.bench.records import RequestLog, read_rows
 from specdec_lab.bench.run import (
     Clock,
@@ -47,6 +48,8 @@ from specdec_lab.tracking import track_summary
 from specdec_lab.verify import LAW_RULES
 
 log = logging.getLogger(__name__)
+
+ALONE = Launch()
 
 SINGLE_THREAD_PARAMETERS = 5_000_000
 """Below this many parameters a forward is too short to be shared between threads."""
@@ -97,9 +100,14 @@ def refuse_changes(plan: RunPlan, folder: Path, *, loaded: bool) -> None:
 
 
 def run_benchmark(
-    plan: RunPlan, folder: Path, out: Console, err: Console, clock: Clock = time.perf_counter
+    plan: RunPlan,
+    folder: Path,
+    out: Console,
+    err: Console,
+    clock: Clock = time.perf_counter,
+    launch: Launch = ALONE,
 ) -> dict[str, Any]:
-    """Load the target, decode every row, compare, and write the result files.
+    """Load the target, decode every row, compare, and write the result files; every process of a launch calls it.
 
     Args:
         plan: see ``plan_run``.
@@ -107,6 +115,7 @@ def run_benchmark(
         out: gets the table of results.
         err: gets progress and warnings.
         clock: seconds, monotonic.
+        launch: the processes that share the run; each decodes its part of the prompts, and the first one writes.
 
     Returns:
         ``summary.json`` as a mapping.
@@ -114,19 +123,28 @@ def run_benchmark(
     Raises:
         SpecdecError: see the parts; what was computed stays on disk, and what was there too if nothing was computed.
     """
-    with enough_memory():
+    check_enough_prompts(launch, plan)
+    share = launch.share(plan)
+    with launch.together(), enough_memory():
         target = plan.load_target()
         strategies = make_strategies(plan, target)
     Processing(plan.sampling, target)  # refuses what does not fit the target's vocabulary
     with threads(plan.settings.threads, target):
-        if plan.settings.resume and (folder / CONFIG).exists():
-            refuse_changes(plan, folder, loaded=True)
-        requests = RequestLog(folder / REQUESTS, resume=plan.settings.resume)
-        check_same_prompts(plan, strategies, requests)
-        with enough_memory():
-            reserve(plan, strategies)
-        summary = _measure(plan, folder, strategies, requests, err, clock)
-    out.print(result_table(summary))
+        with launch.together():
+            if plan.settings.resume and (folder / CONFIG).exists():
+                refuse_changes(plan, folder, loaded=True)
+            with enough_memory():
+                reserve(share, strategies)
+        with storage(folder):
+            with launch.together():
+                if launch.main:
+                    split_rows(folder, plan, launch, resume=plan.settings.resume)
+            with launch.together():
+                requests = RequestLog(launch.requests_path(folder), resume=plan.settings.resume)
+                check_same_prompts(share, strategies, requests)
+            summary = _measure(plan, folder, strategies, requests, err, clock, launch)
+    if launch.main:
+        out.print(result_table(summary))
     return summary
 
 
@@ -137,27 +155,38 @@ def _measure(
     requests: RequestLog,
     err: Console,
     clock: Clock,
+    launch: Launch,
 ) -> dict[str, Any]:
     """Do what changes the run folder: every check has been passed."""
-    target = strategies[0].target
-    with storage(folder):
-        if plan.settings.overwrite:
-            clear_folder(folder)
-        write_atomically(folder / CONFIG, yaml.safe_dump(stated_config(plan), sort_keys=False, allow_unicode=True))
-        with log_to(folder / LOG, err), requests:
-            expected = expected_keys(plan, strategies)
+    share = launch.share(plan)
+    with launch.together():
+        if launch.main:
+            if plan.settings.overwrite:
+                clear_folder(folder)
+            write_atomically(folder / CONFIG, yaml.safe_dump(stated_config(plan), sort_keys=False, allow_unicode=True))
+    with log_to(folder / LOG, err) if launch.main else nullcontext():
+        with launch.together(), requests:
+            expected = expected_keys(share, strategies)
             with progress(err, len(expected), len(requests.rows)) as report:
-                run_rows(plan, strategies, requests, report, clock)
-            fill_exact(requests, strategies, plan, err)
+                run_rows(share, strategies, requests, report, clock)
+            fill_exact(requests, strategies, share, err)
+        with launch.together():
+            if not launch.main:
+                return {}
             rows = list(requests.rows.values())
+            if launch.count > 1:
+                order = {strategy.name: at for at, strategy in enumerate(strategies)}
+                rows = merge_rows(folder, plan, order, launch)
             facts = [strategy_facts(strategy, plan) for strategy in strategies]
-            summary = summarise(rows, run_facts(plan, target), facts, len(expected))
+            summary = summarise(
+                rows, run_facts(plan, strategies[0].target), facts, len(expected_keys(plan, strategies))
+            )
             write_summary(folder, summary)
-            if plan.tracking is not None:
-                try:
-                    track_summary(summary, rows, plan.config, plan.tracking, folder)
-                except Exception:  # the files are complete; a tracker's fault must not look like a failed run
-                    log.warning("tracking failed; the result files are complete", exc_info=True)
+        if plan.tracking is not None:
+            try:
+                track_summary(summary, rows, plan.config, plan.tracking, folder)
+            except Exception:  # the files are complete; a tracker's fault must not look like a failed run
+                log.warning("tracking failed; the result files are complete", exc_info=True)
     return summary
 
 

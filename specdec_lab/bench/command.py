@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from contextlib import chdir
+from contextlib import chdir, suppress
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -19,7 +19,11 @@ from rich.console import Console
 
 from specdec_lab.bench.benchmark import check_run, run_benchmark
 from specdec_lab.bench.console import result_console
+from specdec_lab.bench.files import REPORT
+from specdec_lab.bench.processes import Launch, joined
 from specdec_lab.bench.settings import plan_run
+from specdec_lab.compare.comparison import compare
+from specdec_lab.compare.files import write_comparison
 from specdec_lab.errors import InputError, SpecdecError, one_line
 
 MULTIRUN_FLAGS = ("-m", "--multirun")
@@ -61,12 +65,32 @@ def run_job(config: DictConfig, run: Callable[[DictConfig, Path], int]) -> None:
         raise JobFailedError(code) if hydra.mode is RunMode.MULTIRUN else SystemExit(code)
 
 
-def _run(config: DictConfig, folder: Path) -> int:
-    out, err = result_console(), Console(stderr=True)
+def _run(config: DictConfig, own_folder: Path) -> int:
+    """Run the benchmark and return the exit code; of several processes, the first alone says anything."""
+    err = Console(stderr=True)
     try:
-        plan = plan_run(plain_config(config))
-        check_run(plan, folder)
-        summary = run_benchmark(plan, folder, out, err)
+        with joined(OmegaConf.select(config, "target.device") == "cpu") as launch:
+            return _run_in(launch, config, own_folder)
+    except SpecdecError as error:
+        say_error(err, str(error))
+        return REFUSED
+
+
+def _run_in(launch: Launch, config: DictConfig, own_folder: Path) -> int:
+    quiet = not launch.main
+    out, err = result_console(quiet=quiet), Console(stderr=True, quiet=quiet)
+    folder = Path(launch.shared(str(own_folder)))
+    if folder != own_folder:
+        with suppress(OSError):  # Hydra made one for each process, and the first one's is used
+            own_folder.rmdir()
+    try:
+        with launch.together():
+            plan = plan_run(plain_config(config))
+            check_run(plan, folder)
+        summary = run_benchmark(plan, folder, out, err, launch=launch)
+        if not launch.main:
+            return SUCCESS
+        write_comparison(folder, compare([folder]))
     except SpecdecError as error:
         say_error(err, str(error))
         return REFUSED
@@ -77,7 +101,7 @@ def _run(config: DictConfig, folder: Path) -> int:
         say(err, f"interrupted; what was computed is kept, go on with: hydra.run.dir='{folder}' resume=true")
         raise
     failed = sum(entry["failed"] for entry in summary["strategies"])
-    say(out, f"results: {folder}")
+    say(out, f"results: {folder}; a page with charts and verdicts: {folder / REPORT}")
     if not summary["complete"]:
         say(err, f"{failed} rows failed; requests.jsonl says why, and resume=true runs them again")
         return ROWS_FAILED

@@ -45,10 +45,10 @@ class Report(Protocol):
         """Note that a row of this strategy is finished."""
 
 
-def result_console() -> Console:
+def result_console(*, quiet: bool = False) -> Console:
     """Return the console for results; without a terminal, wide enough to keep every column whole."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, PIPE_WIDTH))
+    console = Console(quiet=quiet)
+    return console if console.is_terminal else Console(quiet=quiet, width=max(console.width, PIPE_WIDTH))
 
 
 @contextmanager

@@ -13,9 +13,23 @@ import yaml
 from specdec_lab.errors import InputError, SpecdecError, listed, one_line
 
 CONFIG, REQUESTS, SUMMARY, TABLE, LOG = "config.yaml", "requests.jsonl", "summary.json", "summary.csv", "benchmark.log"
+COMPARISON, COMPARISON_TABLE, REPORT = "comparison.json", "comparison.csv", "report.html"
 TRACKING = "wandb"
-WRITTEN_BY_A_RUN = frozenset({CONFIG, REQUESTS, SUMMARY, TABLE, LOG, TRACKING})
+MOST_PROCESSES = 64
+"""Processes that can share one run folder."""
+
 _TEMPORARY = ".tmp"
+
+
+def part_name(rank: int) -> str:
+    """Return the name of the file in which a process keeps its rows while several run one benchmark."""
+    return f"requests.{rank}.jsonl"
+
+
+WRITTEN_BY_A_RUN = frozenset(
+    {CONFIG, REQUESTS, SUMMARY, TABLE, LOG, COMPARISON, COMPARISON_TABLE, REPORT, TRACKING}
+    | {part_name(rank) for rank in range(MOST_PROCESSES)}
+)
 
 
 class StorageError(SpecdecError):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from specdec_lab.bench.files import StorageError, write_atomically
+from specdec_lab.bench.files import COMPARISON, COMPARISON_TABLE, REPORT, StorageError, write_atomically
 from specdec_lab.compare.comparison import Comparison
 from specdec_lab.compare.tables import comparison_csv
 from specdec_lab.errors import InputError
 from specdec_lab.report.html import report_html
-
-DOCUMENT, TABLE, REPORT = "comparison.json", "comparison.csv", "report.html"
 
 
 def check_out(folder: Path, *, overwrite: bool) -> None:
@@ -22,7 +20,7 @@ def check_out(folder: Path, *, overwrite: bool) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise InputError("--out", str(folder), "this is a file; give a folder")
-    held = [name for name in (DOCUMENT, TABLE, REPORT) if (folder / name).exists()]
+    held = [name for name in (COMPARISON, COMPARISON_TABLE, REPORT) if (folder / name).exists()]
     if held and not overwrite:
         raise InputError("--out", str(folder), f"it holds {held[0]}; add --overwrite or give another folder")
 
@@ -38,8 +36,8 @@ def write_comparison(folder: Path, comparison: Comparison) -> None:
     report = report_html(json.loads(text))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / DOCUMENT, text)
-        write_atomically(folder / TABLE, comparison_csv(comparison))
+        write_atomically(folder / COMPARISON, text)
+        write_atomically(folder / COMPARISON_TABLE, comparison_csv(comparison))
         write_atomically(folder / REPORT, report)
     except OSError as error:
         reason = error.strerror or str(error)

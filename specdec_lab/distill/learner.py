@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,10 @@ class Learner(nn.Module, ABC):
     @abstractmethod
     def drafter(self, **settings: Any) -> Drafter:
         """Return the strategy that drafts with the head as it is now, for measuring it in the engine."""
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Return the context in which the target decodes as it will with the exported head; most leave it as it is."""
+        return nullcontext()
 
     @abstractmethod
     def export(self, folder: Path, provenance: Mapping[str, Any]) -> None:

@@ -31,19 +31,19 @@ def measure_on(
     """
 
     def measure(learner: Learner) -> dict[str, float]:
-        target = learner.target
-        drafter = learner.drafter(verify_ms=EVERY_NODE_PAYS, **settings)
         requests = [Request(prompt, max_new_tokens) for prompt in prompts]
         accepted: list[int] = []
         emitted = 0
-        for progress in speculative_decode(target, drafter, requests):
-            generation = progress.generation
-            if generation is None:
-                continue
-            if generation.error is not None:
-                raise SpecdecError(f"the head could not be measured: {generation.error}")
-            accepted += [one.accepted for one in generation.rounds]
-            emitted += sum(one.accepted + one.bonus for one in generation.rounds)
+        with learner.serving():
+            drafter = learner.drafter(verify_ms=EVERY_NODE_PAYS, **settings)
+            for progress in speculative_decode(learner.target, drafter, requests):
+                generation = progress.generation
+                if generation is None:
+                    continue
+                if generation.error is not None:
+                    raise SpecdecError(f"the head could not be measured: {generation.error}")
+                accepted += [one.accepted for one in generation.rounds]
+                emitted += sum(one.accepted + one.bonus for one in generation.rounds)
         if not accepted:
             return {}
         joint = {

@@ -25,7 +25,7 @@ from specdec_lab.bench.prompts import Prompt
 from specdec_lab.bench.run import enough_memory
 from specdec_lab.bench.settings import changed_settings
 from specdec_lab.chat import render_chat
-from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, validate
+from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, suggest, validate
 from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.distill.fingerprints import template_sha256, tokenizer_fingerprint
 from specdec_lab.distill.leak import Evaluation, read_evaluation, without_leaks, words_of
@@ -75,6 +75,7 @@ class PromptSettings(BaseModel):
 
     paths: tuple[str, ...] = ()
     limit: PositiveInt | None = None
+    categories: tuple[str, ...] | None = None
     self_written: NonNegative = 0
     openings: tuple[str, ...] = ()
 
@@ -153,7 +154,7 @@ def plan_generation(config: Mapping[str, Any]) -> GenerationPlan:
     evaluation = read_evaluation(settings.evaluation, "evaluation")
     files = read_prompt_files(settings.prompts.paths, "prompts.paths")
     refuse_equal_ids(files, "prompts.paths")
-    read = [prompt for file in files for prompt in file.prompts][: settings.prompts.limit]
+    read = chosen_prompts([prompt for file in files for prompt in file.prompts], settings.prompts)
     prompts, leaks = without_leaks(read, evaluation, drop=settings.drop_leaks, where="prompts.paths")
     if not prompts and not settings.prompts.self_written:
         remedy = "there is nothing to answer; give files, or prompts.self_written=COUNT"
@@ -172,6 +173,21 @@ def plan_generation(config: Mapping[str, Any]) -> GenerationPlan:
         len(leaks),
         {row.key: row for path in settings.answered for row in read_responses(path, "answered").responses},
     )
+
+
+def chosen_prompts(prompts: Sequence[Prompt], settings: PromptSettings) -> list[Prompt]:
+    """Return the prompts of the wanted categories, at most as many as wanted, in their order.
+
+    Raises:
+        InputError: a category that no prompt has.
+    """
+    if settings.categories is not None:
+        known = {prompt.category for prompt in prompts}
+        for name in settings.categories:
+            if name not in known:
+                raise InputError("prompts.categories", name, f"no prompt is of it{suggest(name, known)}")
+        prompts = [prompt for prompt in prompts if prompt.category in settings.categories]
+    return list(prompts[: settings.limit])
 
 
 def _check_samples(settings: GenerationSettings, sampling: SamplingParams) -> None:

@@ -1,4 +1,4 @@
-"""A small causal LM made from its target: some of its layers, its embedding, its output layer at a draft vocabulary."""
+"""A small causal LM made from its target: some of its layers, and its embedding and output layer or copies of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -19,19 +20,28 @@ _LAYER = re.compile(r"^(?P<stem>.*\blayers\.)(?P<index>\d+)\.(?P<rest>.*)$")
 
 
 class DraftLM(nn.Module):
-    """The part of such a model that is its own: decoder layers and the norm after them, in float32.
+    """The part of such a model that is its own, in float32: decoder layers, the norm after them, and what it is told.
 
     Args:
         target: what it is made from and drafts for.
         origin: layers of the target that it starts as, in this order.
         vocabulary: what it can draft.
+        own_embedding: whether it has an embedding of its own, which starts as the target's.
+        own_output: whether it has an output layer of its own, which starts as the target's at the vocabulary.
 
     Raises:
         InputError: layers that the target does not have; with the bare field ``layers``.
         UnsupportedModelError: a target without ``layers`` and ``norm`` in its decoder.
     """
 
-    def __init__(self, target: Target, origin: Sequence[int], vocabulary: DraftVocabulary) -> None:
+    def __init__(
+        self,
+        target: Target,
+        origin: Sequence[int],
+        vocabulary: DraftVocabulary,
+        own_embedding: bool = False,
+        own_output: bool = False,
+    ) -> None:
         super().__init__()
         self.origin, self.vocabulary = tuple(origin), vocabulary
         lm = draft_from_layers(target, self.origin)
@@ -43,14 +53,26 @@ class DraftLM(nn.Module):
             raise UnsupportedModelError(f"the decoder of {target.name} has no layers and norm to make a draft from")
         self._decoder, self._embedding = (decoder,), (target.model.get_input_embeddings(),)
         self.layers, self.norm = decoder.layers.float(), decoder.norm.float()
+        self.embedding = copy.deepcopy(self._embedding[0]).float().requires_grad_() if own_embedding else None
+        self.output = copy.deepcopy(reduced_output(target, vocabulary)).float().requires_grad_() if own_output else None
 
     def states(self, ids: Tensor) -> Tensor:
         """Return the states that the output layer reads, ``[rows, tokens, hidden]``, for ids padded on the right."""
-        embedded = self._embedding[0](ids).detach().to(next(self.layers.parameters()).dtype)
+        own = self.embedding
+        embedded = self._embedding[0](ids).detach() if own is None else own(ids)
+        embedded = embedded.to(next(self.layers.parameters()).dtype)
         return self._decoder[0](inputs_embeds=embedded, use_cache=False).last_hidden_state
 
+    def logits(self, states: Tensor, shared_output: Tensor) -> Tensor:
+        """Return ``[..., draft_vocab]`` of ``[..., hidden]``.
+
+        Args:
+            shared_output: the target's output layer at the draft vocabulary; not read if there is one of its own.
+        """
+        return F.linear(states, shared_output.to(states.dtype)) if self.output is None else self.output(states)
+
     def served(self, target: Target) -> Target:
-        """Return the model as a second target with the first one's dtype, embedding and output layer.
+        """Return the model as a second target with the first one's dtype, and what is not its own of the first.
 
         Its logits are over the draft vocabulary, ``[..., draft_vocab]``.
         """
@@ -60,6 +82,11 @@ class DraftLM(nn.Module):
         decoder.norm.load_state_dict(self.norm.state_dict())
         if not self.vocabulary.is_whole:
             lm.set_output_embeddings(reduced_output(target, self.vocabulary))
+        dtype, device = target.dtype, target.device
+        if self.embedding is not None:
+            lm.set_input_embeddings(copy.deepcopy(self.embedding).to(device, dtype))
+        if self.output is not None:
+            lm.set_output_embeddings(copy.deepcopy(self.output).to(device, dtype))
         return Target(lm, target.tokenizer, name=f"{target.name}[{','.join(map(str, self.origin))}]")
 
 

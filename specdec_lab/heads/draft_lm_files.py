@@ -83,7 +83,8 @@ def load_draft_model(source: str, target: Target) -> tuple[DraftLM, dict[str, An
         )
         raise InputError("model", source, remedy)
     try:
-        draft = DraftLM(target, origin, vocabulary)
+        own = [f"{part}.weight" in weights for part in ("embedding", "output")]
+        draft = DraftLM(target, origin, vocabulary, *own)
     except InputError as error:
         raise InputError("model", source, f"it was made from layers {origin}; {error.remedy}") from error
     expected = {name: tuple(weight.shape) for name, weight in draft.state_dict().items()}

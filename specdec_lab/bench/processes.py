@@ -1,0 +1,158 @@
+"""One benchmark in several processes: each decodes some of the prompts with every strategy, and the rows meet again.
+
+``accelerate launch`` starts them. Strategies stay interleaved within each process, and a prompt's rows come from one
+process, so ratios between strategies stay paired; the counters are those of one process, the times are not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specdec_lab.bench.files import MOST_PROCESSES, REQUESTS, part_name
+from specdec_lab.bench.records import RowKey, key_of, read_rows, write_rows
+from specdec_lab.bench.settings import RunPlan
+from specdec_lab.errors import InputError, SpecdecError
+
+
+class OtherProcessError(SpecdecError):
+    """Another process of the launch could not go on, and has said why."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The processes of a launch, seen from one of them; a process alone is a launch of one.
+
+    Attributes:
+        rank: of this process, from 0; the first one writes what all share.
+        count: of processes.
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the first process."""
+        return self.rank == 0
+
+    def shared(self, value: str) -> str:
+        """Return the first process's value."""
+        if self.count == 1:
+            return value
+        from accelerate.utils import broadcast_object_list
+
+        return broadcast_object_list([value])[0]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let all processes leave the block together; where it fails in one, it fails in all.
+
+        Raises:
+            OtherProcessError: in the processes that did not fail themselves.
+        """
+        own: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            own = error
+        if self.count > 1:
+            from accelerate.utils import gather_object
+
+            failed = [rank for rank, bad in enumerate(gather_object([own is not None])) if bad]
+            if failed and own is None:
+                raise OtherProcessError(f"process {failed[0]} could not go on")
+        if own is not None:
+            raise own
+
+    def share(self, plan: RunPlan) -> RunPlan:
+        """Return the plan with this process's prompts alone: every so-manieth, so that kinds of tasks spread."""
+        if self.count == 1:
+            return plan
+        return replace(plan, prompts=replace(plan.prompts, prompts=plan.prompts.prompts[self.rank :: self.count]))
+
+    def requests_path(self, folder: Path) -> Path:
+        """Return the file of this process's rows."""
+        return folder / (REQUESTS if self.count == 1 else part_name(self.rank))
+
+
+@contextmanager
+def joined(on_cpu: bool) -> Iterator[Launch]:
+    """Join the other processes of the launch, if the environment says that there are any.
+
+    Raises:
+        InputError: there are too many.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        yield Launch()
+        return
+    if count > MOST_PROCESSES:
+        raise InputError("--num_processes", count, f"a run folder has room for {MOST_PROCESSES}; start fewer")
+    from accelerate import PartialState
+
+    state = PartialState(cpu=on_cpu)
+    try:
+        yield Launch(state.process_index, state.num_processes)
+    finally:
+        state.destroy_process_group()
+
+
+def check_enough_prompts(launch: Launch, plan: RunPlan) -> None:
+    """Refuse more processes than prompts.
+
+    Raises:
+        InputError: a process would have nothing to do.
+    """
+    if launch.count > len(plan.prompts.prompts):
+        remedy = f"there are {len(plan.prompts.prompts)} prompts, and each process needs one; start fewer"
+        raise InputError("--num_processes", launch.count, remedy)
+
+
+def split_rows(folder: Path, plan: RunPlan, launch: Launch, *, resume: bool) -> None:
+    """Write each process's file with the rows that are there already; the first process calls it.
+
+    Rows of a launch that was killed are in files of its processes, however many it had, and are taken from there.
+    """
+    rows = _rows_there(folder) if resume else {}
+    if launch.count == 1:
+        if any((folder / part_name(rank)).exists() for rank in range(MOST_PROCESSES)):
+            write_rows(folder / REQUESTS, rows.values())
+            _remove_parts(folder)
+        return
+    write_rows(folder / REQUESTS, rows.values())
+    _remove_parts(folder)
+    for rank in range(launch.count):
+        own = {prompt.question_id for prompt in Launch(rank, launch.count).share(plan).prompts.prompts}
+        write_rows(folder / part_name(rank), [row for key, row in rows.items() if key.question_id in own])
+
+
+def merge_rows(folder: Path, plan: RunPlan, order: Mapping[str, int], launch: Launch) -> list[dict[str, Any]]:
+    """Put the rows of all processes into ``requests.jsonl``, in the order of the prompts, and return them.
+
+    Args:
+        order: place of each strategy.
+    """
+    rows = [row for rank in range(launch.count) for row in read_rows(folder / part_name(rank))]
+    places = {prompt.question_id: at for at, prompt in enumerate(plan.prompts.prompts)}
+    rows.sort(key=lambda row: (row["repeat"], places[row["question_id"]], row["turn"], order[row["strategy"]]))
+    write_rows(folder / REQUESTS, rows)
+    _remove_parts(folder)
+    return rows
+
+
+def _rows_there(folder: Path) -> dict[RowKey, dict[str, Any]]:
+    found: dict[RowKey, dict[str, Any]] = {}
+    for name in (REQUESTS, *(part_name(rank) for rank in range(MOST_PROCESSES))):
+        if (folder / name).exists():
+            found |= {key_of(row): row for row in read_rows(folder / name)}
+    return found
+
+
+def _remove_parts(folder: Path) -> None:
+    for rank in range(MOST_PROCESSES):
+        (folder / part_name(rank)).unlink(missing_ok=True)

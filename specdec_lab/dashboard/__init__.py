@@ -1,0 +1,1 @@
+"""The comparison dashboard on Weights & Biases: built here, published when asked for."""

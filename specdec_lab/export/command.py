@@ -1,0 +1,62 @@
+"""The command line of an export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from omegaconf import DictConfig
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+
+from specdec_lab.bench.command import REFUSED, SUCCESS, plain_config, run_job, say, say_error
+from specdec_lab.bench.console import result_console
+from specdec_lab.bench.files import StorageError, write_atomically
+from specdec_lab.compare.runs import read_run
+from specdec_lab.config import validate
+from specdec_lab.errors import InputError, SpecdecError
+from specdec_lab.export.spec_bench import answer_lines
+
+
+class ExportSettings(BaseModel):
+    """Values of ``conf/export.yaml``; the file explains each."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: Annotated[str, Field(min_length=1)]
+    format: Literal["spec_bench"] = "spec_bench"
+
+
+def export_job(config: DictConfig) -> None:
+    """Export one run inside Hydra; see ``specdec_lab.bench.command.run_job``."""
+    run_job(config, _run)
+
+
+def _run(config: DictConfig, folder: Path) -> int:
+    out, err = result_console(), Console(stderr=True)
+    try:
+        plain = plain_config(config)
+        if plain.get("run") in (None, "???"):
+            raise InputError("run", None, "give the folder of a finished benchmark, as run=outputs/demo")
+        settings = validate(ExportSettings, plain)
+        run = read_run(Path(settings.run))
+        for entry in run.summary["strategies"]:
+            lines, left_out = answer_lines(run.rows, entry["name"])
+            path = folder / f"{entry['name']}.jsonl"
+            _write(path, "".join(f"{line}\n" for line in lines))
+            say(out, f"{path}: {len(lines)} questions")
+            if left_out:
+                say(err, f"{entry['name']}: {len(left_out)} questions with a failed turn are left out")
+    except SpecdecError as error:
+        say_error(err, str(error))
+        return REFUSED
+    return SUCCESS
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(f"hydra.run.dir={str(path.parent)!r}: writing failed ({reason}); make room") from error

@@ -1,0 +1,200 @@
+"""The command lines of recording and replaying."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from omegaconf import DictConfig
+from pydantic import BaseModel, ConfigDict, Field
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from specdec_lab.bench.benchmark import threads
+from specdec_lab.bench.command import INTERRUPTED, REFUSED, SUCCESS, plain_config, run_job, say, say_error
+from specdec_lab.bench.console import progress, result_console
+from specdec_lab.bench.files import storage, write_atomically
+from specdec_lab.bench.run import enough_memory
+from specdec_lab.bench.settings import BASELINE, choose_strategies
+from specdec_lab.compare.runs import read_run
+from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, validate
+from specdec_lab.errors import InputError, SpecdecError
+from specdec_lab.replay.charts import draw_replay
+from specdec_lab.replay.recording import RECORDING, baseline_texts, read_recording, record, states_of
+from specdec_lab.replay.scoring import disagreement, numbers, replay
+from specdec_lab.strategies import StrategyPlan, plan_strategy, without_target
+from specdec_lab.target import Target
+
+DOCUMENT, TABLE, PICTURE = "replay.json", "replay.csv", "replay.svg"
+
+
+class RecordSettings(BaseModel):
+    """Values of ``conf/record.yaml`` besides its groups; the file explains each."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: Annotated[str, Field(min_length=1)]
+    strategies: tuple[str, ...] | None = None
+    layers: tuple[int, ...] = ()
+    limit: PositiveInt | None = None
+    budget_bytes: PositiveInt | None = None
+    threads: Threads | None = None
+    overwrite: bool = False
+
+
+class ReplaySettings(BaseModel):
+    """Values of ``conf/replay.yaml`` besides its groups; the file explains each."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recording: Annotated[str, Field(min_length=1)]
+    strategies: tuple[str, ...] | None = None
+    stride: PositiveInt = 1
+    limit: PositiveInt | None = None
+    device: str = "auto"
+    threads: Threads | None = None
+
+
+def record_job(config: DictConfig) -> None:
+    """Make one recording inside Hydra; see ``specdec_lab.bench.command.run_job``."""
+    run_job(config, lambda config, folder: _ended(_record, config, folder))
+
+
+def replay_job(config: DictConfig) -> None:
+    """Replay one recording inside Hydra; see ``specdec_lab.bench.command.run_job``."""
+    run_job(config, lambda config, folder: _ended(_replay, config, folder))
+
+
+def _ended(run: Any, config: DictConfig, folder: Path) -> int:
+    err = Console(stderr=True)
+    try:
+        run(plain_config(config), folder, result_console(), err)
+    except SpecdecError as error:
+        say_error(err, str(error))
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return SUCCESS
+
+
+def _record(config: dict[str, Any], folder: Path, out: Console, err: Console) -> None:
+    nodes = config.pop("drafter")
+    _demand(config, "run", "give the folder of a finished benchmark, as run=outputs/demo")
+    settings = validate(RecordSettings, config)
+    run = read_run(Path(settings.run))
+    texts = baseline_texts(run)[: settings.limit]
+    if (folder / RECORDING).exists() and not settings.overwrite:
+        raise InputError("hydra.run.dir", str(folder), f"it holds a {RECORDING}; add overwrite=true or give another")
+    node = run.config["target"]
+    plans = plan_strategies(settings.strategies, nodes, node)
+    target = load(node)
+    with threads(settings.threads, target):
+        layers = {*settings.layers, *(layer for plan in plans for layer in plan.make(target).feature_layers)}
+        with storage(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        made = record(folder, target, node, texts, sorted(layers), err, settings.budget_bytes)
+    tokens = sum(len(text.ids) for text in texts)
+    say(out, f"{len(texts)} texts, {tokens} tokens, hidden states {list(made.layers)}: {folder}")
+
+
+def _replay(config: dict[str, Any], folder: Path, out: Console, err: Console) -> None:
+    nodes = config.pop("drafter")
+    _demand(config, "recording", "give a folder of scripts/record.py, as recording=outputs/recording")
+    settings = validate(ReplaySettings, config)
+    recording = read_recording(Path(settings.recording))
+    plans = [plan for plan in plan_strategies(settings.strategies, nodes, recording.target) if plan.name != BASELINE]
+    if not plans:
+        raise InputError("strategies", settings.strategies, "name at least one that drafts")
+    target = load({**recording.target, "device": settings.device})
+    states = states_of(recording, target)
+    recording = type(recording)(recording.target, recording.layers, recording.texts[: settings.limit], recording.states)
+    with threads(settings.threads, target), progress(err, len(plans) * len(recording.texts), what="texts") as report:
+        replayed = {
+            plan.name: replay(
+                recording, target, states, plan.make(target), settings.stride, lambda name=plan.name: report(name)
+            )
+            for plan in plans
+        }
+    found = {name: numbers(one) for name, one in replayed.items()}
+    document = {
+        "recording": settings.recording,
+        "texts": len(recording.texts),
+        "stride": settings.stride,
+        "configs": {plan.name: dict(plan.parameters) for plan in plans},
+        "strategies": found,
+        "disagreement": disagreement(replayed),
+    }
+    with storage(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / DOCUMENT, json.dumps(document, indent=2, allow_nan=False, default=str) + "\n")
+        write_atomically(folder / TABLE, _csv(found))
+        draw_replay(found, folder / PICTURE)
+    out.print(replay_table(found, document["disagreement"]))
+    say(out, f"results: {folder}")
+
+
+def _demand(config: Mapping[str, Any], field: str, remedy: str) -> None:
+    if config.get(field) in (None, "???"):
+        raise InputError(field, None, remedy)
+
+
+def plan_strategies(wanted: Any, nodes: Mapping[str, Any], target: Mapping[str, Any]) -> list[StrategyPlan]:
+    """Check the strategies of a configuration; without a choice, all whose needs are met.
+
+    Raises:
+        InputError: see ``choose_strategies`` and ``plan_strategy``.
+    """
+    names = choose_strategies(wanted, nodes, target.get("model"))
+    return [plan_strategy(name, nodes[name], f"drafter.{name}") for name in names]
+
+
+def load(node: Mapping[str, Any]) -> Target:
+    """Load the target of a configuration node.
+
+    Raises:
+        InputError: a field is wrong.
+    """
+    loader = locate(node.get("_target_"), "target")
+    arguments = check_arguments(loader, without_target(node, "target"), "target", skip=())
+    with enough_memory(), torch.random.fork_rng(devices=[]):
+        return loader(**arguments)
+
+
+def _csv(found: Mapping[str, Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    names = ("positions", "mean_accepted_drafts", "mean_nodes", "calibration_error")
+    depths = max((len(one["acceptance_by_depth"]["joint"]) for one in found.values()), default=0)
+    writer = csv.writer(text)
+    writer.writerow(["strategy", *names, *(f"joint_{depth}" for depth in range(1, depths + 1))])
+    for name, one in found.items():
+        writer.writerow([name, *(one[field] for field in names), *one["acceptance_by_depth"]["joint"]])
+    return text.getvalue()
+
+
+def replay_table(found: Mapping[str, Mapping[str, Any]], differ: Mapping[str, Any]) -> Table:
+    """Return one line per strategy."""
+    together = (
+        f"At {differ['any_right'] or 0:.0%} of the positions at least one strategy has the next token; the best of all "
+        f"at each position accepts {differ['best_of_all'] or 0:.2f} drafts."
+    )
+    table = Table(title="replay", caption=together, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    for name in ("strategy", "positions", "nodes", "accepted", "first", "second", "third", "calibration error"):
+        table.add_column(name, justify="left" if name == "strategy" else "right")
+    for name, one in found.items():
+        joint = one["acceptance_by_depth"]["joint"]
+        error = one["calibration_error"]
+        table.add_row(
+            name,
+            str(one["positions"]),
+            f"{one['mean_nodes'] or 0:.1f}",
+            f"{one['mean_accepted_drafts'] or 0:.2f}",
+            *(f"{joint[depth]:.0%}" if depth < len(joint) else "-" for depth in range(3)),
+            "-" if error is None else f"{error:.3f}",
+        )
+    return table

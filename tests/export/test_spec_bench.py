@@ -1,0 +1,81 @@
+"""Answer files of Spec-Bench, read as that project's speed script reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from compared_runs import BASELINE, QUICK, made_row, made_rows, made_run, write_run
+
+from specdec_lab.bench.records import read_rows
+from specdec_lab.compare.spec_bench import spec_bench_numbers
+from specdec_lab.export.spec_bench import answer_lines
+
+ROOT = Path(__file__).parents[2]
+TWO = {"autoregressive": BASELINE, "ngram": QUICK}
+
+
+def their_speed(lines: list[str]) -> tuple[float, float]:
+    """Return tokens/s and mean accepted tokens as that script computes them from a method's file."""
+    speeds, lengths = [], []
+    for line in lines:
+        choice = json.loads(line)["choices"][0]
+        speeds.append(sum(choice["new_tokens"]) / sum(choice["wall_time"]))
+        lengths += choice["accept_lengths"]
+    return sum(speeds) / len(speeds), sum(lengths) / len(lengths)
+
+
+def test_their_numbers_are_those_that_the_report_names_as_theirs(tmp_path: Path):
+    """The export, read back by their formulas, gives what the comparison says they would compute."""
+    rows = read_rows(made_run(tmp_path / "run", TWO) / "requests.jsonl")
+    lines, left_out = answer_lines(rows, "ngram")
+    assert not left_out
+    rate, length = their_speed(lines)
+    by_name = {name: [row for row in rows if row["strategy"] == name] for name in TWO}
+    numbers = spec_bench_numbers(by_name["ngram"], by_name["autoregressive"])
+    assert rate == pytest.approx(numbers["tokens_per_second"])
+    assert length == pytest.approx(numbers["mean_accepted_tokens"])
+    assert their_speed(answer_lines(rows, "autoregressive")[0])[1] == 1.0
+
+
+def test_turns_and_repeats_have_their_places():
+    """Turns in order within a choice, a choice for each repeat, tokens with the one that the prefill gave."""
+    rows = made_rows({"ngram": QUICK}, prompts=1, repeats=2)
+    (line,) = answer_lines(list(reversed(rows)), "ngram")[0]
+    document = json.loads(line)
+    assert [choice["index"] for choice in document["choices"]] == [0, 1]
+    for choice in document["choices"]:
+        assert len(choice["turns"]) == len(choice["wall_time"]) == len(choice["decoding_steps"]) == 2
+        assert choice["new_tokens"] == [41, 41]
+        assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
+        assert sum(choice["accept_lengths"]) == 80
+
+
+def test_a_question_with_a_failed_turn_is_left_out_and_named():
+    """Half a conversation would count as a whole one."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    rows = [made_row("ngram", QUICK, 1, rng), made_row("ngram", QUICK, 1, rng, turn=1, status="failed")]
+    rows.append(made_row("ngram", QUICK, 2, rng))
+    lines, left_out = answer_lines(rows, "ngram")
+    assert [json.loads(line)["question_id"] for line in lines] == [2]
+    assert left_out == [1]
+
+
+def test_the_command(tmp_path: Path):
+    """A file for each strategy; a folder without a run is refused in one sentence."""
+    write_run(tmp_path / "run", TWO, made_rows(TWO, prompts=3))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    words = [sys.executable, str(ROOT / "scripts" / "export.py"), "format=spec_bench", "hydra.run.dir=answers"]
+    for run, code in (("run", 0), ("absent", 1)):
+        command = [*words, f"run={run}"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+    assert {path.name for path in (tmp_path / "answers").iterdir()} == {"autoregressive.jsonl", "ngram.jsonl"}
+    assert len((tmp_path / "answers" / "ngram.jsonl").read_text().splitlines()) == 3

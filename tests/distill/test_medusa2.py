@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +25,11 @@ from specdec_lab.targets.tiny import load_tiny
 IDS = torch.tensor([[5, 9, 17, 33, 65, 3]])
 
 
+def copied(target: Target) -> Target:
+    """Return a target of the test's own, since an adapter changes its model for good."""
+    return Target(copy.deepcopy(target.model), target.tokenizer, name="copied")
+
+
 def made(target: Target, **settings: object) -> Medusa2Learner:
     counts = torch.ones(target.vocab_size, dtype=torch.long)
     return Medusa2Learner(target, counts, heads=2, draft_vocab=None, **settings)  # pyright: ignore[reportArgumentType]
@@ -44,7 +50,7 @@ def logits(target: Target) -> torch.Tensor:
 
 def test_off_the_target_is_what_it_was(tiny_target):
     """The teacher, and every other strategy on this target, must not see the adapter."""
-    target: Target = tiny_target()
+    target = copied(tiny_target())
     before = logits(target)
     learner = disturbed(made(target))
     assert torch.equal(logits(target), before)
@@ -55,7 +61,7 @@ def test_off_the_target_is_what_it_was(tiny_target):
 
 def test_it_starts_as_no_change_and_nothing_else_is_trained(tiny_target):
     """CF-02: the adapter and the heads have gradients, also though it is off again when they are computed."""
-    target: Target = tiny_target()
+    target = copied(tiny_target())
     examples = greedy_examples(target, count=2)
     learner = made(target)
     batch = OnlineFeatures(target, learner.feature_layers).batch(examples)
@@ -127,7 +133,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, tiny_target):
     target.model.save_pretrained(tmp_path / "model")
     assert target.tokenizer is not None
     target.tokenizer.save_pretrained(tmp_path / "model")
-    other: Target = tiny_target()
+    other = copied(tiny_target())
     disturbed(made(other)).export(tmp_path / "head", {})
     with pytest.raises(InputError, match=r"target.adapter=.*does not fit"):
         load_hub(str(tmp_path / "model"), dtype="float32", device="cpu", adapter=str(tmp_path / "head" / ADAPTER))

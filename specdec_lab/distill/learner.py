@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from specdec_lab.distill.batch import Batch
 from specdec_lab.drafters.base import Drafter
+from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.target import Target
 
 
@@ -46,12 +47,14 @@ class Learner(nn.Module, ABC):
     Attributes:
         kind: name of the head's configuration and of the strategy that drafts with it.
         feature_layers: hidden states of the target that a batch has to bring.
+        vocabulary: what the head can draft.
         offsets: per depth, how many tokens after position *t* the label lies that is predicted there.
     """
 
     kind: str
     feature_layers: tuple[int, ...]
     offsets: tuple[int, ...]
+    vocabulary: DraftVocabulary
     head: nn.Module
 
     def __init__(self, target: Target) -> None:
@@ -74,6 +77,14 @@ class Learner(nn.Module, ABC):
     @abstractmethod
     def drafter(self, **settings: Any) -> Drafter:
         """Return the strategy that drafts with the head as it is now, for measuring it in the engine."""
+
+    def begin_at(self, head: nn.Module) -> None:
+        """Take over the weights of another head of the same kind and shape.
+
+        Raises:
+            RuntimeError: it has other weights.
+        """
+        self.head.load_state_dict(head.state_dict())
 
     def serving(self) -> AbstractContextManager[None]:
         """Return the context in which the target decodes as it will with the exported head; most leave it as it is."""

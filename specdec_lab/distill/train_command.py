@@ -42,6 +42,8 @@ from specdec_lab.distill.loop import TrainPlan, TrainResult, own_randomness, tra
 from specdec_lab.distill.measured import measure_on
 from specdec_lab.distill.preflight import PreflightSettings, Rendering, run_preflight
 from specdec_lab.distill.schedule import derived_seed
+from specdec_lab.distill.start import FIELD as START
+from specdec_lab.distill.start import started
 from specdec_lab.distill.train_files import LOG, check_run_folder
 from specdec_lab.distill.train_settings import TrainSettings
 from specdec_lab.distill.train_tracking import tracked
@@ -60,6 +62,7 @@ class TrainJob:
 
     Attributes:
         config: the resolved configuration, as ``config.yaml`` states it.
+        kind: of the head.
         make_learner: builds the head for a target and the counts of its labels.
     """
 
@@ -67,6 +70,7 @@ class TrainJob:
     settings: TrainSettings
     data: DataSettings
     load_target: Callable[[], Target]
+    kind: str
     make_learner: Callable[[Target, Tensor], Learner]
     tracking: TrackingSettings | None
 
@@ -106,6 +110,7 @@ def plan_training(config: Mapping[str, Any]) -> TrainJob:
         settings=settings,
         data=validate(DataSettings, groups["data"], "data"),
         load_target=lambda: loader(**loaded_with),
+        kind=learner_class.kind,
         make_learner=partial(learner_class, **made_with),
         tracking=tracking,
     )
@@ -170,7 +175,7 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
         raise InputError("target", target.name, "it has no tokenizer, so its training texts cannot be made")
     with threads(settings.threads, target):
         data = build_examples(raw, job.data, target.tokenizer)
-        learner = make_learner(job, target, data.training)
+        learner, origin = make_learner(job, target, data.training)
         source = make_source(settings, learner, [*data.training, *data.validation], err)
         run_preflight(
             learner,
@@ -183,9 +188,10 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
         )
         identity = {name: {**job.config[name]} for name in ("head", "target")}
         identity["target"].pop("device", None)
+        stated = {"data": data.report.record(), "target": stated_target(job, target)}
         with tracked(job.tracking if main else None, learner.kind, job.config, folder) as tracker:
             return train(
-                TrainPlan(settings, identity, {"data": data.report.record(), "target": stated_target(job, target)}),
+                TrainPlan(settings, identity, {**stated, "started_from": origin}),
                 learner,
                 data.training,
                 data.validation,
@@ -197,19 +203,29 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
             )
 
 
-def make_learner(job: TrainJob, target: Target, examples: Sequence[Example]) -> Learner:
-    """Build the head; its first weights depend on the seed alone.
+def make_learner(
+    job: TrainJob, target: Target, examples: Sequence[Example]
+) -> tuple[Learner, Mapping[str, Any] | None]:
+    """Build the head; its first weights depend on the seed alone, or are those of the head it starts at.
+
+    Returns:
+        The learner, and what the head it starts at states about itself.
 
     Raises:
         InputError: a parameter that only shows with the target to be wrong.
     """
+    origin = None
     with own_randomness(target.device, derived_seed(job.settings.seed, "head")):
         try:
-            learner = job.make_learner(target, label_counts(examples, target.vocab_size))
+            if job.settings.start is None:
+                learner = job.make_learner(target, label_counts(examples, target.vocab_size))
+            else:
+                learner, origin = started(job.make_learner, job.kind, job.settings.start, target)
             learner.head.to(target.device)
-            return learner
+            return learner, origin
         except InputError as error:
-            raise InputError(f"head.{error.field}", error.value, error.remedy) from error
+            field = error.field if error.field == START else f"head.{error.field}"
+            raise InputError(field, error.value, error.remedy) from error
 
 
 def make_source(settings: TrainSettings, learner: Learner, examples: Sequence[Example], err: Console) -> FeatureSource:

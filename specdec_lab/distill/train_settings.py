@@ -53,6 +53,7 @@ class TrainSettings(BaseModel):
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    start: Annotated[str, Field(min_length=1)] | None = None
     threads: Threads | None = None
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt | None = 200

@@ -241,6 +241,24 @@ def test_ctrl_c_and_kill_are_gone_on_from(command, data: Path):
     assert {row["attempt"] for row in rows_of(data / "run")} >= {0, 1}
 
 
+def test_a_training_begins_where_another_ended(command, data: Path):
+    """The first loss is about the other's last one, and the head says where it comes from."""
+    code, _, err = command("epochs=30", "evaluate_every=null", "learning_rate=1e-2")
+    assert code == 0, err
+    ended = [row["loss"] for row in rows_of(data / "run") if row["kind"] == "train"]
+    assert ended[-1] < 0.97 * ended[0]
+    code, _, err = command("start=run/head", "hydra.run.dir=next", "learning_rate=1e-6", "head.draft_vocab=null")
+    assert code == 0, err
+    first = next(row["loss"] for row in rows_of(data / "next") if row["kind"] == "train")
+    assert first == pytest.approx(ended[-1], rel=0.01)
+    block = json.loads((data / "next" / "head" / "config.json").read_text())["specdec_lab"]
+    assert block["facts"]["started_from"]["optimizer_steps"] > 0
+    code, _, err = command("start=nowhere", "hydra.run.dir=other")
+    assert code == 1
+    assert "start='nowhere'" in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.slow
 def test_two_processes_share_one_folder(data: Path):
     """Guards CL-05 and TK-04: a launch of two processes makes one folder, whatever its time of day, and one W&B run.

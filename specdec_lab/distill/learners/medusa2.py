@@ -34,7 +34,7 @@ class Medusa2Learner(MedusaLearner):
 
     The target that decodes is the adapted one: texts are its own, and no longer those of the model without.
 
-    Deviation: the paper trains the heads alone first; here both start together, the adapter from no change at all.
+    The paper trains the heads alone first: ``start`` names the folder of such heads. Without it both start together.
 
     Args:
         rank: of the adapter, on every linear layer but the output layer.
@@ -79,6 +79,10 @@ class Medusa2Learner(MedusaLearner):
         heads = self._forward_heads(batch, adapted)
         total = self.heads_weight * heads.loss + held
         return replace(heads, loss=total, parts={**heads.parts, "target/forward_kl": held.detach()})
+
+    def begin_at(self, head: nn.Module) -> None:
+        """Take over Medusa-1 heads; the adapter starts from no change at all."""
+        self._heads().load_state_dict(head.state_dict())
 
     def serving(self) -> AbstractContextManager[None]:
         """Let the target decode with the adapter."""

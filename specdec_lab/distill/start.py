@@ -1,0 +1,69 @@
+"""Where a head begins: at the weights of another head of its kind, in place of fresh ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec_lab.distill.learner import Learner
+from specdec_lab.errors import InputError
+from specdec_lab.heads.draft_lm_files import is_draft_model, load_draft_model
+from specdec_lab.heads.formats import load_head
+from specdec_lab.heads.shipped import head_source
+from specdec_lab.heads.vocabulary import DraftVocabulary
+from specdec_lab.target import Target
+
+FIELD = "start"
+
+
+def start_head(kind: str, source: str, target: Target) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Load a head in float32, and the facts it states about itself.
+
+    Args:
+        kind: of the head.
+        source: folder, hub id, or ``shipped``.
+
+    Raises:
+        InputError: there is none of this kind, or it was made for another target.
+    """
+    folder = head_source(kind, source, target, FIELD)
+    try:
+        if kind != "draft_model":
+            return load_head(kind, folder, target, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
+        if not is_draft_model(folder):
+            raise InputError(FIELD, source, "this is no folder of a draft model that was made from its target")
+        return load_draft_model(folder, target)
+    except InputError as error:
+        raise InputError(FIELD, error.value, error.remedy) from error
+
+
+def started(
+    make: Callable[[Target, Tensor], Learner], kind: str, source: str, target: Target
+) -> tuple[Learner, Mapping[str, Any]]:
+    """Return a learner whose head has another one's draft vocabulary and weights, and that one's facts.
+
+    Args:
+        make: builds the learner from the counts of its labels.
+
+    Raises:
+        InputError: the other head has another shape.
+    """
+    head, facts = start_head(kind, source, target)
+    vocabulary = head.vocabulary
+    assert isinstance(vocabulary, DraftVocabulary)
+    counts = torch.zeros(target.vocab_size, dtype=torch.long)
+    counts[vocabulary.token_ids.cpu()] = 1  # so that the most frequent labels are just those
+    learner = make(target, counts)
+    own = learner.vocabulary
+    if not torch.equal(own.token_ids.cpu(), vocabulary.token_ids.cpu()):
+        remedy = f"it drafts {len(vocabulary)} ids and this head {len(own)}; give head.draft_vocab={len(vocabulary)}"
+        raise InputError(FIELD, source, remedy)
+    try:
+        learner.begin_at(head)
+    except RuntimeError as error:  # load_state_dict names the weights that differ
+        first = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
+        raise InputError(FIELD, source, f"it has another shape ({first}); give the same head.* settings") from error
+    return learner, facts

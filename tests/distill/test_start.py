@@ -1,0 +1,77 @@
+"""A training that begins at another head: its weights, its vocabulary, its history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_learners import SETTINGS
+
+from specdec_lab.distill.learner import Learner
+from specdec_lab.distill.start import started
+from specdec_lab.errors import InputError
+from specdec_lab.target import Target
+
+
+def made(kind: str, target: Target, counts: torch.Tensor, **changes: Any) -> Learner:
+    learner_class, settings = SETTINGS[kind]
+    return learner_class(target, counts, **{"draft_vocab": 40, **settings, **changes})  # pyright: ignore[reportCallIssue]
+
+
+def exported(kind: str, target: Target, folder: Path) -> Learner:
+    """Write a head with weights and a vocabulary of its own."""
+    generator = torch.Generator().manual_seed(0)
+    learner = made(kind, target, torch.randint(0, 100, (target.vocab_size,), generator=generator))
+    with torch.no_grad():
+        for weight in learner.head.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.1)
+            weight.copy_(weight.bfloat16())  # what the file holds
+    learner.export(folder, {"optimizer_steps": 7})
+    return learner
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_it_has_the_others_weights_and_vocabulary(kind: str, tiny_target, tmp_path: Path):
+    """CF-01: a start that silently keeps fresh weights, or whose rows stand for other tokens."""
+    target: Target = tiny_target()
+    other = exported(kind, target, tmp_path / "head")
+    learner, facts = started(lambda t, counts: made(kind, t, counts), kind, str(tmp_path / "head"), target)
+    assert facts["optimizer_steps"] == 7
+    assert torch.equal(learner.vocabulary.token_ids, other.vocabulary.token_ids)
+    theirs = other.head.state_dict()
+    assert theirs.keys() == learner.head.state_dict().keys()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in learner.head.state_dict().items())
+    assert {weight.dtype for weight in learner.head.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_another_size_of_vocabulary_is_refused(kind: str, tiny_target, tmp_path: Path):
+    """With the value to give."""
+    target: Target = tiny_target()
+    exported(kind, target, tmp_path / "head")
+    with pytest.raises(InputError, match=r"start=.*give head.draft_vocab="):
+        started(lambda t, counts: made(kind, t, counts, draft_vocab=50), kind, str(tmp_path / "head"), target)
+
+
+def test_another_shape_is_refused(tiny_target, tmp_path: Path):
+    """By the first weight that differs."""
+    target: Target = tiny_target()
+    exported("medusa", target, tmp_path / "head")
+    with pytest.raises(InputError, match=r"start=.*another shape .*the same head"):
+        started(lambda t, counts: made("medusa", t, counts, heads=3), "medusa", str(tmp_path / "head"), target)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_nothing_there_is_refused(kind: str, tiny_target, tmp_path: Path):
+    """The field is the one that the user gave."""
+    with pytest.raises(InputError) as refused:
+        started(lambda t, counts: made(kind, t, counts), kind, str(tmp_path), tiny_target())
+    assert refused.value.field == "start"
+
+
+def test_none_is_shipped_for_another_target(tiny_target):
+    """The word means the default target's heads."""
+    with pytest.raises(InputError, match=r"start='shipped': no medusa head comes with the package"):
+        started(lambda t, counts: made("medusa", t, counts), "medusa", "shipped", tiny_target())

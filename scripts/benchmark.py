@@ -19,9 +19,9 @@ register_drafters()
 
 
 @hydra.main(config_path="pkg://specdec_lab.conf", config_name="benchmark", version_base="1.3")
-def main(config: DictConfig) -> None:
+def main(config: DictConfig) -> float | None:
     """Run one benchmark, or one job of a sweep."""
-    benchmark_job(config)
+    return benchmark_job(config)
 
 
 if __name__ == "__main__":

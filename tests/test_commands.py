@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from specdec_lab.dashboard.panels import TRAINING_LINES
 from specdec_lab.targets.tiny import load_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +26,10 @@ TINY = {
     "measure.py": ["target=tiny", "prompts.limit=2", "max_new_tokens=4", "alternations=1"],
     "compare.py": [],
     "predict.py": ["repeats=1"],
+    "record.py": [],
+    "replay.py": [],
+    "export.py": [],
+    "publish_dashboard.py": [],
     "generate_responses.py": ["target=tiny", "max_new_tokens=24"],
     "train.py": ["target=tiny", "max_steps=2", "measure_prompts=1", "measure_tokens=4", "precision=fp32",
                  "min_coverage=0", "data.validation_share=0.2", "batch_size=2"],
@@ -72,7 +77,7 @@ def folder(tmp_path: Path) -> Path:
         for number, category in enumerate(["qa", "rag", "writing", "qa", "rag", "writing"], start=1)
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    for name in ("prompts.jsonl", "my_prompts.jsonl", "question.jsonl", "data/question.jsonl"):
+    for name in ("prompts.jsonl", "my_prompts.jsonl", "question.jsonl", "data/train.jsonl", "data/question.jsonl"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
@@ -120,6 +125,9 @@ def test_from_prompts_to_a_compared_head_in_four_commands(folder: Path):
     compared = json.loads((folder / "outputs" / "with_eagle" / "comparison.json").read_text())
     assert {entry["label"] for entry in compared["entries"]} == {"autoregressive", "ngram", "eagle"}
     assert (folder / "outputs" / "eagle" / "head" / "model.safetensors").exists()
+    rows = [json.loads(line) for line in (folder / "outputs" / "eagle" / "metrics.jsonl").read_text().splitlines()]
+    logged = {f"{row['kind']}/{name}" for row in rows for name in row}
+    assert set(TRAINING_LINES) <= logged  # what the dashboard draws of a training
 
 
 def test_commands_are_found():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import chdir, suppress
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -19,9 +22,9 @@ from rich.console import Console
 
 from specdec_lab.bench.benchmark import check_run, run_benchmark
 from specdec_lab.bench.console import result_console
-from specdec_lab.bench.files import REPORT
+from specdec_lab.bench.files import REPORT, SUMMARY
 from specdec_lab.bench.processes import Launch, joined
-from specdec_lab.bench.settings import plan_run
+from specdec_lab.bench.settings import BASELINE, plan_run
 from specdec_lab.compare.comparison import compare
 from specdec_lab.compare.files import write_comparison
 from specdec_lab.errors import InputError, SpecdecError, one_line
@@ -38,14 +41,25 @@ class JobFailedError(Exception):
         self.code = code
 
 
-def benchmark_job(config: DictConfig) -> None:
+def benchmark_job(config: DictConfig) -> float | None:
     """Run one benchmark inside Hydra; paths are relative to the folder of the launch, whatever Hydra does.
+
+    Returns:
+        The largest speed-up of its strategies, for a sweeper that searches for the best; ``None`` without one.
 
     Raises:
         SystemExit: with the exit code, if it is not 0.
         JobFailedError: the same within a sweep, which goes on.
     """
     run_job(config, _run)
+    path = Path(get_original_cwd(), HydraConfig.get().runtime.output_dir, SUMMARY)
+    return largest_speedup(json.loads(path.read_text("utf-8"))) if path.exists() else None
+
+
+def largest_speedup(summary: Mapping[str, Any]) -> float | None:
+    """Return the largest ratio of totals over all strategies but the baseline."""
+    found = [entry["speedup"] for entry in summary["strategies"] if entry["name"] != BASELINE]
+    return max((one["ratio_of_totals"] for one in found if one is not None), default=None)
 
 
 def run_job(config: DictConfig, run: Callable[[DictConfig, Path], int]) -> None:
@@ -69,7 +83,11 @@ def _run(config: DictConfig, own_folder: Path) -> int:
     """Run the benchmark and return the exit code; of several processes, the first alone says anything."""
     err = Console(stderr=True)
     try:
-        with joined(OmegaConf.select(config, "target.device") == "cpu") as launch:
+        with joined(
+            OmegaConf.select(config, "target.device") == "cpu",
+            share_model=OmegaConf.select(config, "target.tp_plan") is not None,
+            sweep=HydraConfig.get().mode is RunMode.MULTIRUN,
+        ) as launch:
             return _run_in(launch, config, own_folder)
     except SpecdecError as error:
         say_error(err, str(error))
@@ -83,9 +101,19 @@ def _run_in(launch: Launch, config: DictConfig, own_folder: Path) -> int:
     if folder != own_folder:
         with suppress(OSError):  # Hydra made one for each process, and the first one's is used
             own_folder.rmdir()
+    if quiet and launch.count == 1:  # it shares the first one's model and decodes the same: its own rows are not wanted
+        with tempfile.TemporaryDirectory(prefix="specdec_lab-") as passing:
+            return _run_to(Path(passing), launch, config, out, err)
+    return _run_to(folder, launch, config, out, err)
+
+
+def _run_to(folder: Path, launch: Launch, config: DictConfig, out: Console, err: Console) -> int:
     try:
         with launch.together():
             plan = plan_run(plain_config(config))
+            if "WORLD_SIZE" in os.environ and plan.config["target"].get("tp_plan") and plan.settings.resume:
+                remedy = "processes that share a model have to decode the same rows from the start; use overwrite=true"
+                raise InputError("resume", True, remedy)
             check_run(plan, folder)
         summary = run_benchmark(plan, folder, out, err, launch=launch)
         if not launch.main:
@@ -108,7 +136,7 @@ def _run_in(launch: Launch, config: DictConfig, own_folder: Path) -> int:
     return SUCCESS
 
 
-def run_hydra(main: Callable[[], None]) -> int:
+def run_hydra(main: Callable[[], Any]) -> int:
     """Call a ``@hydra.main`` function and return the exit code; a user's mistake ends in one sentence.
 
     Hydra would print a traceback for some mistakes (a run folder that cannot be made) and its own exit code for

@@ -10,17 +10,21 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from specdec_lab.bench.files import MOST_PROCESSES, REQUESTS, part_name
 from specdec_lab.bench.records import RowKey, key_of, read_rows, write_rows
 from specdec_lab.bench.settings import RunPlan
-from specdec_lab.errors import InputError, SpecdecError
+from specdec_lab.errors import InputError, SpecdecError, described
+
+PATIENCE = timedelta(days=7)
+"""How long a process waits for the others: they meet after all of their prompts, and some finish hours earlier."""
 
 
 class OtherProcessError(SpecdecError):
-    """Another process of the launch could not go on, and has said why."""
+    """Another process of the launch could not go on."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Launch:
 
     Attributes:
         rank: of this process, from 0; the first one writes what all share.
-        count: of processes.
+        count: of processes that split the prompts. Processes that share one model, by tensor parallelism, decode the
+            same prompts: each has a count of 1, and the first one alone is ``main``.
     """
 
     rank: int = 0
@@ -63,9 +68,10 @@ class Launch:
         if self.count > 1:
             from accelerate.utils import gather_object
 
-            failed = [rank for rank, bad in enumerate(gather_object([own is not None])) if bad]
+            reasons = gather_object([None if own is None else described(own)])
+            failed = [rank for rank, reason in enumerate(reasons) if reason is not None]
             if failed and own is None:
-                raise OtherProcessError(f"process {failed[0]} could not go on")
+                raise OtherProcessError(f"process {failed[0]} could not go on: {reasons[failed[0]]}")
         if own is not None:
             raise own
 
@@ -81,21 +87,31 @@ class Launch:
 
 
 @contextmanager
-def joined(on_cpu: bool) -> Iterator[Launch]:
+def joined(on_cpu: bool, *, share_model: bool = False, sweep: bool = False) -> Iterator[Launch]:
     """Join the other processes of the launch, if the environment says that there are any.
 
+    Args:
+        share_model: whether the target is spread over them, so that all have to run the same forwards.
+        sweep: whether this is a job of a sweep.
+
     Raises:
-        InputError: there are too many.
+        InputError: there are too many, or a sweep.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         yield Launch()
         return
+    if share_model:
+        yield Launch(rank=int(os.environ.get("RANK", "0")))
+        return
+    if sweep:
+        remedy = f"under a launcher of {count} processes each would make a sweep of its own; start a launch per job"
+        raise InputError("--multirun", True, remedy)
     if count > MOST_PROCESSES:
         raise InputError("--num_processes", count, f"a run folder has room for {MOST_PROCESSES}; start fewer")
     from accelerate import PartialState
 
-    state = PartialState(cpu=on_cpu)
+    state = PartialState(cpu=on_cpu, timeout=PATIENCE)
     try:
         yield Launch(state.process_index, state.num_processes)
     finally:

@@ -58,9 +58,17 @@ class PromptSet:
 
 
 def load_prompts(
-    path: str | None = None, limit: int | None = None, categories: str | Sequence[str] | None = None
+    path: str | None = None,
+    limit: int | None = None,
+    categories: str | Sequence[str] | None = None,
+    dataset: str | None = None,
+    subset: str | None = None,
+    split: str = "test",
+    revision: str | None = None,
+    column: str | None = None,
+    category: str | None = None,
 ) -> PromptSet:
-    """Read a prompt file and choose from it.
+    """Read prompts from a file or a data set and choose from them.
 
     Each line is read by itself and must have one of these shapes, whose other fields are ignored:
     ``question_id`` (number or text), ``category``, ``turns`` (list of text); HumanEval's ``task_id`` and ``prompt``,
@@ -72,16 +80,29 @@ def load_prompts(
             use ``to_absolute_path``); ``None`` takes the package's own prompts.
         limit: at most this many, from the start of the file, counted after ``categories``; ``None`` takes all.
         categories: only these, or only this one; ``None`` takes all.
+        dataset: hub id or folder that is read in place of a file; see ``specdec_lab.bench.hub_prompts`` for this and
+            for ``subset``, ``split``, ``revision``, ``column`` and ``category``.
 
     Raises:
         InputError: names the file, and where it applies the line and the field.
     """
+    if dataset == _MISSING:
+        raise InputError("prompts.dataset", dataset, "give a hub id or a folder, as prompts.dataset=OWNER/NAME")
+    if dataset is not None and path is not None:
+        raise InputError("prompts.path", path, f"prompts.dataset={dataset} is given too; give one of the two")
     if path == _MISSING:
         raise InputError(
             "prompts.path", path, "these prompts do not come with the package; give their file, as prompts.path=FILE"
         )
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise InputError("prompts.limit", limit, "give a whole number of at least 1, or null for all")
+    if dataset is not None:
+        from specdec_lab.bench.hub_prompts import read_hub_prompts  # which reads rows with this module's parser
+
+        found = read_hub_prompts(dataset, subset, split, revision, column, category)
+        source = "/".join(part for part in (dataset, subset, split) if part) + (f"@{revision}" if revision else "")
+        chosen = _of_categories(found, categories, source)[:limit]
+        return PromptSet(source, prompts_sha256(chosen), chosen)
     if path is None:
         source, data = BUILTIN, (resources.files("specdec_lab.data") / _BUILTIN_FILE).read_bytes()
     else:

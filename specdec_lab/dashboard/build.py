@@ -20,6 +20,7 @@ from specdec_lab.dashboard.panels import (
     TRAINING_LINES,
     Where,
 )
+from specdec_lab.distill.train_tracking import JOB_TYPE as TRAIN_JOB_TYPE
 from specdec_lab.errors import SpecdecError
 from specdec_lab.tracking import JOB_TYPE
 
@@ -58,7 +59,7 @@ def comparison_workspace(where: Where) -> Any:
         name=where.title,
         sections=sections,
         runset_settings=workspaces.RunsetSettings(
-            filters=filters(where),
+            filters=filters(where, trainings=True),
             groupby=[workspaces.Config(STRATEGY)],
             order=[workspaces.Ordering(workspaces.Summary(SPEEDUP), ascending=False)],
         ),
@@ -106,12 +107,16 @@ def report_json(report: Any) -> dict[str, Any]:
     return json.loads(report._to_model().model_dump_json(by_alias=True, exclude_none=True))
 
 
-def filters(where: Where) -> Any:
-    """Return the filter that keeps benchmark runs, of the wanted groups if any are named."""
+def filters(where: Where, *, trainings: bool = False) -> Any:
+    """Return the filter that keeps benchmark runs, of the wanted groups if any are named.
+
+    Args:
+        trainings: whether runs of trainings are kept too.
+    """
     library()
     from wandb_workspaces import expr
 
-    kept = [expr.Metric("JobType") == JOB_TYPE]
+    kept: list[Any] = [expr.Metric("JobType").isin([JOB_TYPE, TRAIN_JOB_TYPE] if trainings else [JOB_TYPE])]
     if where.groups:
         kept.append(expr.Metric("Group").isin(list(where.groups)))
     return expr.And(*kept)

@@ -48,6 +48,7 @@ class Learner(nn.Module, ABC):
         kind: name of the head's configuration and of the strategy that drafts with it.
         feature_layers: hidden states of the target that a batch has to bring.
         vocabulary: what the head can draft.
+        shardable: whether its parameters may be replaced by shards of them.
         offsets: per depth, how many tokens after position *t* the label lies that is predicted there.
     """
 
@@ -56,6 +57,7 @@ class Learner(nn.Module, ABC):
     offsets: tuple[int, ...]
     vocabulary: DraftVocabulary
     head: nn.Module
+    shardable: bool = True
 
     def __init__(self, target: Target) -> None:
         super().__init__()

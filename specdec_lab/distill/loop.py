@@ -196,6 +196,8 @@ class _Training:
             **self.settings.fixed(self.processes),
             "examples_sha256": examples_sha256(self.rows),
         }
+        if self.accelerator.distributed_type == DistributedType.FSDP and not learner.shardable:
+            raise InputError("head", type(learner).__name__, "its parameters cannot be sharded; launch with ddp.yaml")
         trained_parameters(learner.head)
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in learner.head.parameters() if parameter.requires_grad],

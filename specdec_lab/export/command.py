@@ -15,7 +15,7 @@ from specdec_lab.bench.files import StorageError, write_atomically
 from specdec_lab.compare.runs import read_run
 from specdec_lab.config import validate
 from specdec_lab.errors import InputError, SpecdecError
-from specdec_lab.export.spec_bench import answer_lines
+from specdec_lab.export.spec_bench import answer_lines, incomplete_questions
 
 
 class ExportSettings(BaseModel):
@@ -41,12 +41,13 @@ def _run(config: DictConfig, folder: Path) -> int:
         settings = validate(ExportSettings, plain)
         run = read_run(Path(settings.run))
         for entry in run.summary["strategies"]:
-            lines, left_out = answer_lines(run.rows, entry["name"])
+            lines = answer_lines(run.rows, entry["name"])
             path = folder / f"{entry['name']}.jsonl"
             _write(path, "".join(f"{line}\n" for line in lines))
             say(out, f"{path}: {len(lines)} questions")
-            if left_out:
-                say(err, f"{entry['name']}: {len(left_out)} questions with a failed turn are left out")
+        left_out = incomplete_questions(run.rows)
+        if left_out:
+            say(err, f"{len(left_out)} questions of which a strategy failed a turn are left out of all files")
     except SpecdecError as error:
         say_error(err, str(error))
         return REFUSED

@@ -14,8 +14,13 @@ from specdec_lab.bench import metrics
 from specdec_lab.bench.metrics import Row
 
 
-def answer_lines(rows: Sequence[Row], strategy: str) -> tuple[list[str], list[Hashable]]:
-    """Return the lines of a strategy's answer file, and the questions that are left out since a turn of them failed.
+def incomplete_questions(rows: Sequence[Row]) -> set[Hashable]:
+    """Return the questions of which some strategy failed a turn: that project's scripts divide means over all lines."""
+    return {row["question_id"] for row in rows if row["status"] != "ok"}
+
+
+def answer_lines(rows: Sequence[Row], strategy: str) -> list[str]:
+    """Return the lines of a strategy's answer file, without questions that some strategy failed.
 
     ``wall_time`` and ``new_tokens`` hold prefill and first token, as that project counts; ``accept_lengths`` has what
     each round emitted, bonus token included, over all turns of a repeat.
@@ -27,11 +32,10 @@ def answer_lines(rows: Sequence[Row], strategy: str) -> tuple[list[str], list[Ha
     for row in rows:
         if row["strategy"] == strategy:
             questions.setdefault(row["question_id"], {}).setdefault(row["repeat"], []).append(row)
-    lines, left_out = [], []
+    lines, left_out = [], incomplete_questions(rows)
     for question, repeats in questions.items():
         turns = [turn for own in repeats.values() for turn in own]
-        if any(turn["status"] != "ok" for turn in turns):
-            left_out.append(question)
+        if question in left_out:
             continue
         choices = [_choice(at, sorted(repeats[at], key=lambda row: row["turn"])) for at in sorted(repeats)]
         document = {
@@ -41,7 +45,7 @@ def answer_lines(rows: Sequence[Row], strategy: str) -> tuple[list[str], list[Ha
             "choices": choices,
         }
         lines.append(json.dumps(document, ensure_ascii=False, allow_nan=False))
-    return lines, left_out
+    return lines
 
 
 def _choice(index: int, turns: Sequence[Row]) -> Mapping[str, Any]:

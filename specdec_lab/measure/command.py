@@ -28,7 +28,7 @@ from specdec_lab.drafters.base import Drafter
 from specdec_lab.drafters.lookahead import LookaheadDrafter
 from specdec_lab.drafters.ngram import NgramDrafter
 from specdec_lab.errors import SpecdecError
-from specdec_lab.measure.acceptance import acceptance_table, measure_acceptance
+from specdec_lab.measure.acceptance import acceptance_table, draw_identity, measure_acceptance
 from specdec_lab.measure.alternate import Sample, alternate, ratio, spread
 from specdec_lab.measure.attention import attention_table, measure_attention
 from specdec_lab.measure.exactness import exactness_table, measure_identity, measure_margin_move
@@ -122,6 +122,8 @@ def measure_job(config: DictConfig) -> None:
                     **bench.source,
                 }
                 (folder / f"{part}.json").write_text(json.dumps({**record, "figures": figures}, indent=2) + "\n")
+                if part in PICTURES:
+                    PICTURES[part](figures, folder / f"{part}.svg")
         except SpecdecError as error:
             say_error(Console(stderr=True), str(error))
             raise SystemExit(REFUSED) from None
@@ -302,6 +304,8 @@ def _lookahead(bench: Bench) -> tuple[Table, Any]:
 def _batches(bench: Bench) -> tuple[Table, Any]:
     return _side_by_side(bench, _drafters(bench), "batches", bench.settings.batch_sizes)
 
+
+PICTURES: Mapping[Part, Callable[[Any, Path], None]] = {"acceptance": draw_identity}
 
 PARTS: Mapping[Part, Callable[[Bench], tuple[Table, Any]]] = {
     "attention": _attention,

@@ -22,7 +22,7 @@ from specdec_lab.bench.run import enough_memory
 from specdec_lab.bench.settings import plan_run
 from specdec_lab.compare.runs import Run
 from specdec_lab.cost import measure_verify_cost
-from specdec_lab.errors import InputError, SpecdecError
+from specdec_lab.errors import InputError, SpecdecError, one_line
 from specdec_lab.predict.charts import draw_predicted, draw_projection
 from specdec_lab.predict.projection import Place, measured_drafting, predict_here, project
 from specdec_lab.predict.settings import PredictPlan, plan_prediction
@@ -38,8 +38,8 @@ NOT_SETTINGS = ("prompts_sha256", "provenance")
 ASSUMED = (
     "Assumed: acceptance and tree sizes stay those of the run; forwards take the longer of reading weights and "
     "computing, at the full rates of the data sheet, plus reading the cache; devices share a forward without loss; a "
-    "head keeps its share of the target's size, and a drafter without weights its time on this machine. Real machines "
-    "are slower, on both sides of the ratio."
+    "head keeps its measured time in proportion to a forward of the target, and a drafter without weights its own "
+    "time. Real machines are slower, on both sides of the ratio."
 )
 
 
@@ -53,11 +53,21 @@ def _run(config: DictConfig, folder: Path) -> int:
     try:
         plan = plan_prediction(plain_config(config))
         if not measured_drafting(plan.run.summary):
-            raise InputError("run", plan.settings.run, "none of its strategies drafted; give a run with one that does")
+            raise InputError(
+                "run",
+                plan.settings.run,
+                "none of its strategies drafted, or the baseline has no round; give a run with both",
+            )
+        if plan.hardware is None and plan.run.summary["batch_size"] != 1:
+            remedy = "its rounds shared forwards, and forwards of one row are what is timed; give a run of batch_size=1"
+            raise InputError("run", plan.settings.run, remedy)
         points = _here(plan) if plan.hardware is None else _elsewhere(plan)
         _write(folder, plan, points)
     except SpecdecError as error:
         say_error(err, str(error))
+        return REFUSED
+    except OSError as error:  # of a library, while it loads
+        say_error(err, one_line(error))
         return REFUSED
     if plan.hardware is None:
         out.print(here_table(points))

@@ -16,6 +16,10 @@ from specdec_lab.predict.roofline import Hardware, ModelShape, devices_needed, f
 
 LONGEST_CHAIN = 32
 
+ALWAYS = 0.95
+"""Share of rounds with a draft from which on a strategy counts as one that always drafts. Where a lookup finds nothing,
+it would find nothing for a longer chain either, so no best length can be told from its mean."""
+
 
 @dataclass(frozen=True)
 class Drafting:
@@ -25,11 +29,12 @@ class Drafting:
         name: of the strategy.
         emitted_per_round: mean acceptance length, bonus token included.
         nodes_per_round: of a verify forward, root included.
-        depth_per_round: of the offered trees; a drafter with weights runs so many forwards a round.
-        draft_share: bytes of the drafter's parameters over the target's.
+        depth_per_round: of the offered trees; a model of its own runs so many forwards a round.
+        draft_share: time of a round in a drafter with weights over the target's forward of one node.
+        weight_share: bytes of the drafter's parameters over the target's.
         host_seconds: of drafting per round, for a drafter without weights.
         model: whether it drafts with a causal language model of its own.
-        chain: whether its trees are chains.
+        chain: whether its trees are chains, and nearly every round drafts one.
     """
 
     name: str
@@ -37,6 +42,7 @@ class Drafting:
     nodes_per_round: float
     depth_per_round: float
     draft_share: float
+    weight_share: float
     host_seconds: float
     model: bool
     chain: bool
@@ -51,17 +57,21 @@ class Drafting:
 
 def fitted_acceptance(emitted_per_round: float, depth: float) -> float:
     """Return the acceptance probability, the same at each draft, with which a chain emits so many tokens a round."""
-    if emitted_per_round >= depth + 1:
+    if emitted_per_round >= (depth + 1) * (1 - 1e-6):
         return 1.0
     if emitted_per_round <= 1:
         return 0.0
-    found = root_scalar(lambda rate: expected_emitted(rate, depth) - emitted_per_round, bracket=[0.0, 1 - 1e-12])
+    found = root_scalar(lambda rate: expected_emitted(rate, depth) - emitted_per_round, bracket=[0.0, 1 - 1e-9])
     return float(found.root)
 
 
 def measured_drafting(summary: Mapping[str, Any]) -> tuple[Drafting, ...]:
-    """Return every strategy of a ``summary.json`` that drafted."""
-    found = []
+    """Return every strategy of a ``summary.json`` that drafted; none if the baseline has no round to compare with."""
+    found: list[Drafting] = []
+    baseline = next(entry for entry in summary["strategies"] if entry["name"] == BASELINE)
+    if not baseline["rounds"]:
+        return ()
+    plain_seconds = baseline["time_seconds"]["verify"] / baseline["rounds"]
     for entry in summary["strategies"]:
         rounds = entry["rounds"]
         if entry["name"] == BASELINE or not rounds or not entry["proposed_nodes"]:
@@ -73,10 +83,12 @@ def measured_drafting(summary: Mapping[str, Any]) -> tuple[Drafting, ...]:
                 emitted_per_round=entry["mean_acceptance_length"],
                 nodes_per_round=1 + entry["proposed_nodes"] / rounds,
                 depth_per_round=entry["proposed"] / rounds,
-                draft_share=weights / summary["target"]["weight_bytes"],
+                draft_share=entry["time_seconds"]["draft"] / rounds / plain_seconds if weights else 0.0,
+                weight_share=weights / summary["target"]["weight_bytes"],
                 host_seconds=0.0 if weights else entry["time_seconds"]["draft"] / rounds,
                 model="model" in entry["config"],
-                chain=entry["proposed_nodes"] == entry["proposed"],
+                chain=entry["proposed_nodes"] == entry["proposed"]
+                and entry["acceptance_by_depth"]["offered"][0] >= ALWAYS * rounds,
             )
         )
     return tuple(found)
@@ -104,28 +116,35 @@ class Place:
 def project(drafting: Drafting, place: Place) -> dict[str, Any]:
     """Return what a strategy would gain at a place, at the acceptance and tree size that were measured.
 
-    A round takes one forward of the target over all nodes, the drafter's forwards one after the other, and the
-    overhead; the baseline's takes a forward of one node and the same overhead.
+    A round takes one forward of the target over all nodes, the drafting, and the overhead; the baseline's takes a
+    forward of one node and the same overhead. Drafting with a named draft model takes its forwards one after the other;
+    any other drafter with weights keeps its measured time in proportion to the target's forward of one node.
 
     Returns:
         ``baseline_ms`` and ``cycle_ms`` of a round; ``break_even_acceptance_length``: their ratio; ``speedup``:
         measured length over that; ``baseline_tokens_per_second`` and ``tokens_per_second`` of all rows together;
         ``best_chain_length`` and ``best_chain_speedup`` if the trees were chains; ``devices``; ``memory_bytes``.
     """
-    drafts = _draft_shape(drafting, place)
     held = [place.target.weight_bytes, place.target.kv_bytes(place.tokens, place.batch_size)]
-    if drafts is not None:
-        held += [drafts.weight_bytes, drafts.kv_bytes(place.tokens, place.batch_size)]
+    draft = place.draft if drafting.model else None
+    if draft is None:
+        held.append(drafting.weight_share * place.target.weight_bytes)
+    else:
+        held += [draft.weight_bytes, draft.kv_bytes(place.tokens, place.batch_size)]
     devices = place.devices or max(1, devices_needed(place.hardware, *held))
     together = Hardware(**{name: devices * value for name, value in place.hardware.model_dump().items()})
+    rows = (place.batch_size, place.tokens)
 
     def cycle(nodes: float, depth: float) -> float:
-        rows = (place.batch_size, place.tokens)
         verify = forward_seconds(place.target, together, nodes, *rows)
-        draft = place.batch_size * drafting.host_seconds
-        if drafts is not None:
-            draft += depth * forward_seconds(drafts, together, 1, *rows)
-        return verify + draft + place.overhead_seconds
+        if draft is not None:
+            drafted = depth * forward_seconds(draft, together, 1, *rows)
+        else:
+            share = drafting.draft_share * depth / drafting.depth_per_round
+            drafted = (
+                share * forward_seconds(place.target, together, 1, *rows) + place.batch_size * drafting.host_seconds
+            )
+        return verify + drafted + place.overhead_seconds
 
     baseline = forward_seconds(place.target, together, 1, place.batch_size, place.tokens) + place.overhead_seconds
     own = cycle(drafting.nodes_per_round, drafting.depth_per_round)
@@ -143,22 +162,6 @@ def project(drafting: Drafting, place: Place) -> dict[str, Any]:
         "tokens_per_second": place.batch_size * drafting.emitted_per_round / own,
         **_best_chain(drafting.acceptance, lambda k: cycle(k + 1, k) / baseline),
     }
-
-
-def _draft_shape(drafting: Drafting, place: Place) -> ModelShape | None:
-    """Return what a drafting forward reads; a head keeps its share of the target's size."""
-    if not drafting.draft_share:
-        return None
-    if drafting.model and place.draft is not None:
-        return place.draft
-    return ModelShape(
-        parameters=max(1, round(drafting.draft_share * place.target.parameters)),
-        layers=1,
-        kv_heads=1,
-        head_dim=1,
-        bytes_per_parameter=place.target.bytes_per_parameter,
-        kv_bytes_per_entry=0,
-    )
 
 
 def _best_chain(acceptance: float | None, relative_cycle: Callable[[int], float]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from specdec_lab.bench.run import enough_memory
 from specdec_lab.bench.settings import BASELINE, choose_strategies
 from specdec_lab.compare.runs import read_run
 from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, validate
-from specdec_lab.errors import InputError, SpecdecError
+from specdec_lab.distill.measured import EVERY_NODE_PAYS
+from specdec_lab.errors import InputError, SpecdecError, one_line
 from specdec_lab.replay.charts import draw_replay
 from specdec_lab.replay.recording import RECORDING, baseline_texts, read_recording, record, states_of
 from specdec_lab.replay.scoring import disagreement, numbers, replay
@@ -78,6 +79,9 @@ def _ended(run: Any, config: DictConfig, folder: Path) -> int:
     except SpecdecError as error:
         say_error(err, str(error))
         return REFUSED
+    except OSError as error:  # of a library, while it loads
+        say_error(err, one_line(error))
+        return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
     return SUCCESS
@@ -95,6 +99,10 @@ def _record(config: dict[str, Any], folder: Path, out: Console, err: Console) ->
     plans = plan_strategies(settings.strategies, nodes, node)
     target = load(node)
     with threads(settings.threads, target):
+        depth = target.model.config.get_text_config().num_hidden_layers
+        for layer in settings.layers:
+            if not -depth - 1 <= layer <= depth:
+                raise InputError("layers", layer, f"hidden states run from 0 to {depth}, or from the end as -1")
         layers = {*settings.layers, *(layer for plan in plans for layer in plan.make(target).feature_layers)}
         with storage(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +159,24 @@ def plan_strategies(wanted: Any, nodes: Mapping[str, Any], target: Mapping[str, 
         InputError: see ``choose_strategies`` and ``plan_strategy``.
     """
     names = choose_strategies(wanted, nodes, target.get("model"))
-    return [plan_strategy(name, nodes[name], f"drafter.{name}") for name in names]
+    return [plan_strategy(name, without_clock(nodes[name], nodes), f"drafter.{name}") for name in names]
+
+
+def without_clock(node: Mapping[str, Any], nodes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a strategy's parameters such that every node pays: a replay times nothing, and runs no forward.
+
+    Args:
+        nodes: of all strategies, for those that have others as members.
+    """
+    changed = dict(node)
+    if changed.get("verify_ms", 0) is None:
+        changed["verify_ms"] = dict(EVERY_NODE_PAYS)
+    for member in changed.get("members") or ():
+        if "verify_ms" in nodes.get(member, {}):
+            settings = dict(changed.get("settings") or {})
+            settings[member] = {"verify_ms": dict(EVERY_NODE_PAYS), **settings.get(member, {})}
+            changed["settings"] = settings
+    return changed
 
 
 def load(node: Mapping[str, Any]) -> Target:

@@ -93,7 +93,7 @@ def replay(
 
     Args:
         target: for what drafters share with it; it runs no forward.
-        stride: draft at every so-manieth position; the others are shown to the drafter all the same.
+        stride: score every so-manieth position; the strategy drafts at all of them, since that is when it learns.
         on_text: called after each text.
 
     Raises:
@@ -146,8 +146,9 @@ def _replay_text(
     context = DraftContext(number, 0, list(ids[: prompt + 1]), prompt, message, 1, randomness)
     for at in range(prompt, len(ids) - 1):  # ids[at] is the root, and its own state is not known yet
         context.max_depth = len(ids) - 1 - at
+        tree = drafter.propose_batch([context])[0]
         if (at - prompt) % stride == 0:
-            found.add(drafter.propose_batch([context])[0], ids[at + 1 :], text.category)
+            found.add(tree, ids[at + 1 :], text.category)
         root = DraftTree((ids[at],), (-1,))
         context.tokens.append(ids[at + 1])
         context.verification = Verification(

@@ -5,11 +5,12 @@ A target with an adapter is another target: lossless means that its own law is k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -70,8 +71,6 @@ class Adapter(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Write the changes as peft does: ``adapter_model.safetensors`` and ``adapter_config.json``."""
-        from safetensors.torch import save_file
-
         folder.mkdir(parents=True, exist_ok=True)
         state = library().get_peft_model_state_dict(self._model[0])
         named = {f"base_model.model.{name}": weight.detach().cpu().contiguous() for name, weight in state.items()}
@@ -86,6 +85,19 @@ class Adapter(nn.Module):
                 module.enable_adapters(on)
         for weight in self.weights:  # which switching off would freeze, between a forward and its backward
             weight.requires_grad_(True)
+
+
+def _refuse_missing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Refuse a file that lacks weights or has others: peft would leave layers as they are, with no more than a warning.
+
+    Raises:
+        ValueError: names one.
+    """
+    strip = {name.removeprefix("base_model.model.") for name in expected}
+    there = {name.removeprefix("base_model.model.") for name in found}
+    if strip != there:
+        one = min(strip ^ there)
+        raise ValueError(f"{one} is {'not in the file' if one in strip else 'in the file and not in this model'}")
 
 
 def check_adapter(folder: str | None) -> None:
@@ -111,6 +123,7 @@ def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     peft = library()
     try:
         wrapped = peft.PeftModel.from_pretrained(model, folder)
+        _refuse_missing(peft.get_peft_model_state_dict(wrapped), load_file(Path(folder) / WEIGHTS))
         whole = wrapped.merge_and_unload()
     except Exception as error:  # peft raises whatever its parts raise, from JSON to shapes
         raise InputError(

@@ -52,7 +52,17 @@ def test_every_metric_is_one_that_runs_have(tmp_path: Path):
 def test_workspace_has_every_panel():
     """Sections, metrics, the group by strategy and the filter by group are in what would be sent."""
     text = json.dumps(workspace_json(comparison_workspace(WHERE)))
-    for name in (*BAR_SECTIONS, *TRAINING_LINES, *TABLES, "first", "second", "strategy", "jobType"):
+    for name in (
+        *BAR_SECTIONS,
+        *TRAINING_LINES,
+        *TABLES,
+        "first",
+        "second",
+        "strategy",
+        "jobType",
+        "benchmark",
+        "train",
+    ):
         assert name in text, name
     for bars in BAR_SECTIONS.values():
         assert all(metric in text for metric in bars)

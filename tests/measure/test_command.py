@@ -36,6 +36,8 @@ def test_short_parts_run_and_write_their_figures(tmp_path: Path) -> None:
     for chain in figures["acceptance"]:
         assert chain["block"] >= 0
         assert 0 <= chain["rejection"] <= 4
+        assert abs(chain["root_rejected"] - (1 - chain["overlap"])) < 5 * (0.25 / 200) ** 0.5  # the identity
+    assert "<svg" in (tmp_path / "out" / "acceptance.svg").read_text("utf-8")
     assert {one["strategy"] for one in figures["lookahead"]} >= {"autoregressive", "all", "window alone"}
     assert {one["batch_size"] for one in figures["batches"]} == {1, 2, 4, 8}
     assert all(one["acceptance_length"] == 1 for one in figures["strategies"] if one["strategy"] == "autoregressive")

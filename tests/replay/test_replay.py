@@ -117,6 +117,14 @@ def test_from_a_run_to_a_replay(tmp_path: Path):
         one["mean_accepted_drafts"] for one in found.values()
     ]
     assert "<svg" in (tmp_path / "out" / "replay.svg").read_text()
+    done = run(tmp_path, "replay.py", "recording=recording", "stride=3", "limit=2", "hydra.run.dir=all")
+    assert done.returncode == 0, done.stderr  # every strategy whose needs are met, hybrid with its measured costs too
+    found = json.loads((tmp_path / "all" / "replay.json").read_text())["strategies"]
+    assert {"ngram", "lookahead", "recycling", "hybrid"} <= set(found)
+    assert {one["positions"] for one in found.values()} == {sum(-(-(len(ids) - 1) // 3) for ids in answers[:2])}
+    done = run(tmp_path, "record.py", "run=run", "layers=[99]", "hydra.run.dir=recording", "overwrite=true")
+    assert done.returncode == 1
+    assert "layers=99" in done.stderr
     done = run(tmp_path, "record.py", "run=run", "strategies=[ngram]", "hydra.run.dir=recording")
     assert done.returncode == 1
     assert "overwrite=true" in done.stderr

@@ -43,6 +43,8 @@ class Medusa2Learner(MedusaLearner):
         heads: and what follows: see ``MedusaLearner``.
     """
 
+    shardable = False  # the adapter's weights are also held by the target's layers, which would keep the old ones
+
     def __init__(
         self,
         target: Target,

@@ -92,6 +92,12 @@ class _PlainProgress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def few_prompts(count: int) -> str:
+    """Return the sentence about intervals from few prompts."""
+    prompts = "prompt" if count == 1 else "prompts"
+    return f"Only {count} {prompts}: intervals from fewer than {FEW_PROMPTS} are narrower than they should be."
+
+
 def result_table(summary: Mapping[str, Any]) -> Table:
     """Return the table of a finished run; its caption defines every column."""
     count, turns = summary["prompts"]["count"], summary["prompts"]["turns"]
@@ -105,7 +111,7 @@ def result_table(summary: Mapping[str, Any]) -> Table:
     lossy = any(not entry["lossless"] for entry in entries)
     caption = CAPTION + (PADDED_CAPTION if padded else "") + (LOSSY_CAPTION if lossy else "")
     if count < FEW_PROMPTS:
-        caption += f"\nOnly {count} prompts: intervals from fewer than {FEW_PROMPTS} are narrower than they should be."
+        caption += f"\n{few_prompts(count)}"
     table = Table(
         title=title,
         caption=caption,

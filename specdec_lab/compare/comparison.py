@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from specdec_lab.bench.console import FEW_PROMPTS
+from specdec_lab.bench.console import FEW_PROMPTS, few_prompts
 from specdec_lab.bench.settings import BASELINE
 from specdec_lab.compare.comparable import Difference, check_allowed, check_comparable, plain
 from specdec_lab.compare.entries import Entry, make_entries
@@ -173,4 +173,4 @@ def _few_prompts(entries: Sequence[dict[str, Any]]) -> list[str]:
     fewest = min(entry["prompts"] for entry in entries)
     if fewest >= FEW_PROMPTS:
         return []
-    return [f"Only {fewest} prompts: intervals from fewer than {FEW_PROMPTS} are narrower than they should be."]
+    return [few_prompts(fewest)]

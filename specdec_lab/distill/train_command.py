@@ -175,6 +175,9 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
         raise InputError("target", target.name, "it has no tokenizer, so its training texts cannot be made")
     with threads(settings.threads, target):
         data = build_examples(raw, job.data, target.tokenizer)
+        if not data.validation:
+            share = job.data.validation_share
+            say(err, f"no text is validated on (data.validation_share={share} chose none), so no accuracy is measured")
         learner, origin = make_learner(job, target, data.training)
         source = make_source(settings, learner, [*data.training, *data.validation], err)
         run_preflight(

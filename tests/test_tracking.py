@@ -111,7 +111,7 @@ def benchmark(*strategies: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         )
     ]
     summary = {
-        "schema_version": 2, "complete": True, "created": "2030-01-02T03:04:05Z", "git_sha": None,
+        "schema_version": 3, "complete": True, "created": "2030-01-02T03:04:05Z", "git_sha": None,
         "versions": {"torch": "2"}, "machine": {"cpu": "x", "threads": 2, "gpu": None},
         "target": {"name": "tiny", "model": None, "revision": None, "dtype": "float32", "parameters": 9,
                    "weight_bytes": 36},

@@ -206,7 +206,8 @@ def strategy_facts(strategy: Strategy, plan: RunPlan) -> StrategyFacts:
     config = {field: value for field, value in plan.config["drafter"][name].items() if field != "_target_"}
     target_bytes = {"target_weights": strategy.target.weight_bytes, "target_kv": strategy.target.kv_bytes}
     memory = {**target_bytes, **strategy.drafter.memory_bytes()}
-    return StrategyFacts(strategy.name, config, strategy.drafter.lossless_under(plan.acceptance), memory)
+    lossless, trained = strategy.drafter.lossless_under(plan.acceptance), strategy.drafter.training_tokens
+    return StrategyFacts(strategy.name, config, lossless, memory, trained)
 
 
 def fill_exact(requests: RequestLog, strategies: Sequence[Strategy], plan: RunPlan, err: Console) -> None:

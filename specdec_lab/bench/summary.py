@@ -33,12 +33,14 @@ class StrategyFacts:
         config: its parameters.
         lossless: whether it keeps the target's output law.
         memory_bytes: ``target_weights``, ``draft_weights``, ``target_kv``, ``draft_kv``.
+        draft_training_tokens: see ``Drafter.training_tokens``.
     """
 
     name: str
     config: Mapping[str, Any]
     lossless: bool
     memory_bytes: Mapping[str, int]
+    draft_training_tokens: int | None = None
 
 
 def run_facts(plan: RunPlan, target: Target) -> dict[str, Any]:
@@ -92,6 +94,7 @@ def summarise(
                 "config": dict(strategy.config),
                 "lossless": strategy.lossless,
                 **numbers(own, references, facts["seed"]),
+                "draft_training_tokens": strategy.draft_training_tokens,
                 "memory_bytes": {**strategy.memory_bytes, "peak": max(peaks, default=None)},
                 "by_category": {
                     category: numbers([row for row in own if row["category"] == category], references, facts["seed"])

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_names,
         default=(),
         metavar="BUDGET,...",
-        help="what all strategies that draft must have in common: nodes, draft_weights",
+        help="what all strategies that draft must have in common: nodes, draft_weights, training_tokens",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier comparison in the folder")
     return parser

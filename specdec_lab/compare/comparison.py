@@ -25,7 +25,7 @@ COMPARISON_VERSION = 1
 DRIFT = 0.02
 """Baselines of two runs that differ by more than this are pointed out."""
 
-Budget = Literal["nodes", "draft_weights"]
+Budget = Literal["nodes", "draft_weights", "training_tokens"]
 
 RUN_FACTS = (
     "created", "complete", "git_sha", "versions", "machine", "target", "prompts", "sampling", "exact", "acceptance",
@@ -70,7 +70,7 @@ def compare(folders: Sequence[Path | str], *, allow: Collection[str] = (), equal
         folders: run folders of ``scripts/benchmark.py``.
         allow: facts that the runs may differ in, see ``specdec_lab.compare.comparable.FACTS``.
         equal: budgets that all strategies that draft must have in common: ``nodes`` (largest tree that was offered),
-            ``draft_weights`` (bytes of the drafter's parameters).
+            ``draft_weights`` (bytes of the drafter's parameters), ``training_tokens`` (labels that it was trained on).
 
     Raises:
         InputError: a folder without a finished run; runs that differ in what is not allowed; unequal budgets.

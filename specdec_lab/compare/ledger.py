@@ -60,12 +60,13 @@ def budget(rows: Sequence[Row], numbers: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         ``nodes``: of the largest tree that it offered, root included; ``draft_weights``: bytes of the drafter's
-        parameters.
+        parameters; ``training_tokens``: labels that they were trained on, where they say.
     """
     largest = max((nodes for row in rows for nodes in row["proposed_nodes_per_round"]), default=None)
     return {
         "nodes": None if largest is None else 1 + largest,
         "draft_weights": numbers["memory_bytes"]["draft_weights"],
+        "training_tokens": numbers["draft_training_tokens"],
     }
 
 

@@ -116,12 +116,15 @@ class Drafter(ABC):
         lossless: whether the output law stays that of the target; a strategy that bends it must say so.
         draws: whether children are drawn at random when the target's tokens are; then a tree without ``draft_probs`` is
             refused under the rules that need them, since it would be verified as if it were deterministic.
+        training_tokens: labels that the strategy's weights were trained on, each as often as it was seen; ``None``
+            without weights, or where they do not say.
         max_nodes: an upper bound of the tree's size, root included; the target's cache keeps that much room.
     """
 
     feature_layers: tuple[int, ...] = ()
     lossless: bool = True
     draws: bool = False
+    training_tokens: int | None = None
 
     def __init__(self, target: Target, *, max_nodes: int) -> None:
         self.target = target

@@ -17,6 +17,7 @@ from specdec_lab.drafters.base import DraftContext, Drafter
 from specdec_lab.errors import InputError
 from specdec_lab.heads.draft_lm import DraftLM
 from specdec_lab.heads.draft_lm_files import is_draft_model, load_draft_model
+from specdec_lab.heads.facts import training_tokens
 from specdec_lab.heads.shipped import SHIPPED, head_source
 from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.sampling import Processing
@@ -90,7 +91,8 @@ class DraftModelDrafter(Drafter):
         self.k, self.branches, self.width, self.nodes = k, branches, width, nodes or grown
         self.min_probability, self.cost = min_probability, cost
         self.verify_cost = None if verify_ms is None else VerifyCost(verify_ms)
-        made = _made_from_target(target, model)
+        made, facts = _made_from_target(target, model)
+        self.training_tokens = training_tokens(facts)
         self.vocabulary: DraftVocabulary | None = None  # of a draft that was made from the target
         if made is None:
             assert isinstance(model, str)
@@ -200,12 +202,12 @@ class DraftModelDrafter(Drafter):
         ]
 
 
-def _made_from_target(target: Target, model: str | DraftLM) -> DraftLM | None:
-    """Return a draft that was trained from the target, or ``None`` if the model is one of its own."""
+def _made_from_target(target: Target, model: str | DraftLM) -> tuple[DraftLM | None, Mapping[str, Any]]:
+    """Return a draft that was trained from the target, and its facts; ``None`` if the model is one of its own."""
     if isinstance(model, DraftLM):
-        return model
+        return model, {}
     source = head_source("draft_model", model, target, field="model")
-    return load_draft_model(source, target)[0] if is_draft_model(source) else None
+    return load_draft_model(source, target) if is_draft_model(source) else (None, {})
 
 
 @dataclass

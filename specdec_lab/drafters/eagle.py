@@ -18,6 +18,7 @@ from specdec_lab.errors import DrafterError
 from specdec_lab.heads.decoder import attention_shape
 from specdec_lab.heads.eagle import EagleHead
 from specdec_lab.heads.eagle3 import Eagle3Head
+from specdec_lab.heads.facts import training_tokens
 from specdec_lab.heads.formats import Kind, load_head
 from specdec_lab.heads.published_trees import published_tree
 from specdec_lab.heads.recurrent import SharedParts
@@ -75,6 +76,7 @@ class EagleDrafter(Drafter):
             assert isinstance(loaded, EagleHead | Eagle3Head)
             head = loaded
         self.head, self.parts = head, SharedParts(target, head.vocabulary)
+        self.training_tokens = training_tokens(facts)
         self.static = self._static(tree, depth, nodes, facts)
         self.depth = self.static.depth if self.static else depth
         self.width = width

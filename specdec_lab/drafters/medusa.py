@@ -11,6 +11,7 @@ from pydantic import Field
 from specdec_lab.cost import VerifyCost, measure_verify_cost
 from specdec_lab.drafters.base import DraftContext, Drafter
 from specdec_lab.errors import InputError
+from specdec_lab.heads.facts import training_tokens
 from specdec_lab.heads.formats import Kind, check_source, load_head
 from specdec_lab.heads.medusa import MedusaHeads
 from specdec_lab.heads.published_trees import published_tree
@@ -58,6 +59,7 @@ class MedusaDrafter(Drafter):
             assert isinstance(loaded, MedusaHeads)
             head = loaded
         self.heads, self.parts = head, SharedParts(target, head.vocabulary)
+        self.training_tokens = training_tokens(facts)
         self.branches = min(branches, len(head.vocabulary))
         self.static = self._static(tree, nodes, facts)
         super().__init__(target, max_nodes=1 + (len(self.static.paths) if self.static else nodes))

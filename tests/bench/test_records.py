@@ -82,7 +82,7 @@ def test_not_a_number_is_never_written():
 
 def test_schemas_say_which_version_they_are():
     """A reader can tell what it reads."""
-    assert load_schema("summary")["properties"]["schema_version"]["const"] == 2
+    assert load_schema("summary")["properties"]["schema_version"]["const"] == 3
 
 
 def test_rows_are_on_disk_one_by_one(tmp_path: Path):

@@ -81,7 +81,11 @@ def test_the_summary_follows_from_the_rows(config, run, tmp_path: Path):
     parts = ("target_weights", "draft_weights", "target_kv", "draft_kv")
     strategies = [
         StrategyFacts(
-            entry["name"], entry["config"], entry["lossless"], {part: entry["memory_bytes"][part] for part in parts}
+            entry["name"],
+            entry["config"],
+            entry["lossless"],
+            {part: entry["memory_bytes"][part] for part in parts},
+            entry["draft_training_tokens"],
         )
         for entry in summary["strategies"]
     ]

@@ -226,7 +226,7 @@ def test_values_in_words():
         (lambda folder: (folder / "summary.json").write_text("[1]"), "schema version None"),
         (lambda folder: (folder / "config.yaml").write_text("a: [1"), "config.yaml is damaged"),
         (lambda folder: (folder / "config.yaml").write_text("- 1"), "states no settings"),
-        (lambda folder: _edit(folder, schema_version=1), "schema version 1, and this program reads 2"),
+        (lambda folder: _edit(folder, schema_version=1), "schema version 1, and this program reads 3"),
         (lambda folder: _edit(folder, repeats=0), r"breaks its schema at \$.repeats"),
         (lambda folder: _cut(folder), "are not of one run: they disagree about requests of"),
         (lambda folder: (folder / "requests.jsonl").write_text("no row\n"), "line 1"),

@@ -88,9 +88,9 @@ def test_nothing_is_explained_without_a_verdict():
 
 def test_budget_is_the_largest_tree():
     """Of any round of any request, root included; null without rows, 1 for a strategy that drafts nothing."""
-    weights = {"memory_bytes": {"draft_weights": 7}}
+    weights = {"memory_bytes": {"draft_weights": 7}, "draft_training_tokens": 11}
     rows = [{"proposed_nodes_per_round": [0, 3]}, {"proposed_nodes_per_round": [5]}, {"proposed_nodes_per_round": []}]
-    assert budget(rows, weights) == {"nodes": 6, "draft_weights": 7}
+    assert budget(rows, weights) == {"nodes": 6, "draft_weights": 7, "training_tokens": 11}
     assert budget([{"proposed_nodes_per_round": [0]}], weights)["nodes"] == 1
     assert budget([], weights)["nodes"] is None
 

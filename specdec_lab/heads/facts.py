@@ -1,0 +1,23 @@
+"""What a trained head states about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def training_tokens(facts: Mapping[str, Any]) -> int | None:
+    """Return the labels that a head was trained on, each as often as it was seen, those of heads it began at included.
+
+    Args:
+        facts: from the head's folder; ``{}`` for a checkpoint from elsewhere.
+
+    Returns:
+        ``None`` if the facts do not say.
+    """
+    trained, origin = facts.get("trained_on"), facts.get("started_from")
+    own = trained.get("labels") if isinstance(trained, Mapping) else None
+    if not isinstance(own, int | float):
+        return None
+    before = training_tokens(origin) if isinstance(origin, Mapping) else 0
+    return None if before is None else int(own) + before

@@ -118,6 +118,7 @@ def test_every_command_of_a_page_runs(page: Path, folder: Path):
             run(folder, tiny(command))
 
 
+@pytest.mark.slow
 def test_from_prompts_to_a_compared_head_in_four_commands(folder: Path):
     """The first block of docs/training.md, word for word but for the size: the head that is trained is compared."""
     for command in shown(ROOT / "docs" / "training.md")[:4]:

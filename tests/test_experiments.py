@@ -89,12 +89,12 @@ def tiny_run(tmp_path: Path, name: str, *overrides: str) -> subprocess.Completed
 
 def test_a_tiny_sweep_has_a_folder_for_each_job(tmp_path: Path):
     """And a job whose results are complete decodes nothing when the sweep goes on."""
-    options = ("max_new_tokens=4", "hydra.sweep.dir=sweep")
+    options = ("max_new_tokens=4", "hydra.sweep.dir=sweep", "drafter.ngram.k=2,16")
     done = tiny_run(tmp_path, "k_sweep", *options)
     assert done.returncode == 0, done.stderr
     folders = sorted((tmp_path / "sweep").glob("*/summary.json"))
     lengths = [json.loads(path.read_text())["strategies"][1]["config"]["k"] for path in folders]
-    assert lengths == [2, 4, 6, 8, 12, 16]
+    assert lengths == [2, 16]
     before = {path: path.with_name("requests.jsonl").read_bytes() for path in folders}
     done = tiny_run(tmp_path, "k_sweep", *options, "resume=true")
     assert done.returncode == 0, done.stderr

@@ -66,7 +66,7 @@ heads: $(INSTALLED)  ## make heads of the default target from HEAD_PROMPTS=promp
 	done
 	$(VENV)/bin/python scripts/ship_head.py $(addprefix outputs/heads/,$(HEADS))
 
-clean:  ## remove the virtual environments, caches and build products; results in outputs/ and multirun/ stay
+clean:  ## remove the virtual environments, caches and build products; results in outputs/ stay
 	rm -rf $(VENV) $(COMPAT) dist build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

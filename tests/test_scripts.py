@@ -181,6 +181,28 @@ def test_a_failed_row_is_exit_code_3(command, tmp_path: Path):
     assert code == 3
 
 
+def test_answers_of_one_token_have_no_rate_and_are_no_failure(command, tmp_path: Path):
+    """Nothing to compare, for several strategies at once: the run succeeds, and its page says why it is empty."""
+    prompts(tmp_path, 2)
+    options = ("prompts.path=prompts.jsonl", "max_new_tokens=1", "strategies=[ngram,recycling]", "hydra.run.dir=run")
+    code, out, err = command(*options)
+    assert code == 0, err
+    assert "Traceback" not in out + err
+    compared = json.loads((tmp_path / "run" / "comparison.json").read_text())
+    assert any("No prompt can be compared" in notice for notice in compared["notices"])
+
+
+def test_overwrite_leaves_a_folder_that_no_run_made(command, tmp_path: Path):
+    """A file of a run's name alone does not make a folder a run's."""
+    prompts(tmp_path, 1)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "requests.jsonl").write_text("mine")
+    code, _, err = command("prompts.path=prompts.jsonl", "hydra.run.dir=mine", "overwrite=true")
+    assert code == 1
+    assert "no config.yaml of an earlier run" in err
+    assert (tmp_path / "mine" / "requests.jsonl").read_text() == "mine"
+
+
 @pytest.mark.parametrize("chdir", ["true", "false"])
 def test_paths_start_at_the_folder_of_the_launch(command, tmp_path: Path, chdir: str):
     """Guards CL-04: inputs against the launch folder, outputs against the run folder, whatever Hydra's chdir says."""

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from specdec_lab.bench.benchmark import check_run, run_benchmark
 from specdec_lab.bench.console import result_console
-from specdec_lab.bench.files import REPORT, SUMMARY
+from specdec_lab.bench.files import CONFIG, REPORT, SUMMARY
 from specdec_lab.bench.processes import Launch, joined
 from specdec_lab.bench.settings import BASELINE, plan_run
 from specdec_lab.compare.comparison import compare
@@ -58,8 +58,9 @@ def benchmark_job(config: DictConfig) -> float | None:
 
 def largest_speedup(summary: Mapping[str, Any]) -> float | None:
     """Return the largest ratio of totals over all strategies but the baseline."""
-    found = [entry["speedup"] for entry in summary["strategies"] if entry["name"] != BASELINE]
-    return max((one["ratio_of_totals"] for one in found if one is not None), default=None)
+    found = [entry["speedup"] or {} for entry in summary["strategies"] if entry["name"] != BASELINE]
+    ratios = [one.get("ratio_of_totals") for one in found]
+    return max((ratio for ratio in ratios if ratio is not None), default=None)
 
 
 def run_job(config: DictConfig, run: Callable[[DictConfig, Path], int]) -> None:
@@ -111,6 +112,8 @@ def _run_to(folder: Path, launch: Launch, config: DictConfig, out: Console, err:
     try:
         with launch.together():
             plan = plan_run(plain_config(config))
+            if plan.settings.resume and not (folder / CONFIG).exists():
+                say(err, f"resume=true: there is no earlier run in {folder}; a new one begins")
             if "WORLD_SIZE" in os.environ and plan.config["target"].get("tp_plan") and plan.settings.resume:
                 remedy = "processes that share a model have to decode the same rows from the start; use overwrite=true"
                 raise InputError("resume", True, remedy)

@@ -62,6 +62,9 @@ def check_folder_of(mark: str, written: frozenset[str], folder: Path, *, resume:
     if not overwrite:
         remedy = f"the folder holds {listed(held, most=3)}; add resume=true, overwrite=true or give another folder"
         raise InputError("hydra.run.dir", str(folder), remedy)
+    if mark not in held and any(name.removesuffix(_TEMPORARY) != mark for name in held):
+        remedy = f"{folder} holds {listed(held, most=3)} and no {mark} of an earlier run; give another folder"
+        raise InputError("overwrite", True, remedy)
     foreign = [name for name in held if name.removesuffix(_TEMPORARY) not in written]
     if foreign:
         remedy = f"overwrite=true only removes what a run writes, and {folder} also holds {listed(foreign, most=3)}"

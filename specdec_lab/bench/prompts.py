@@ -87,12 +87,12 @@ def load_prompts(
         InputError: names the file, and where it applies the line and the field.
     """
     if dataset == _MISSING:
-        raise InputError("prompts.dataset", dataset, "give a hub id or a folder, as prompts.dataset=OWNER/NAME")
+        raise InputError("prompts.dataset", None, "give a hub id or a folder, as prompts.dataset=OWNER/NAME")
     if dataset is not None and path is not None:
         raise InputError("prompts.path", path, f"prompts.dataset={dataset} is given too; give one of the two")
     if path == _MISSING:
         raise InputError(
-            "prompts.path", path, "these prompts do not come with the package; give their file, as prompts.path=FILE"
+            "prompts.path", None, "these prompts do not come with the package; give their file, as prompts.path=FILE"
         )
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise InputError("prompts.limit", limit, "give a whole number of at least 1, or null for all")
@@ -168,7 +168,11 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        reason = (
+            f"{error.msg.removesuffix(' at')} at column {error.colno}"
+            if isinstance(error, json.JSONDecodeError)
+            else error
+        )
         raise InputError(where, _short(text), f"this is not JSON ({reason}); give one JSON object per line") from None
     if not isinstance(row, dict):
         raise InputError(where, _short(text), "give a JSON object in braces on each line")

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from specdec_lab.bench.command import INTERRUPTED, REFUSED, SUCCESS, say, say_error
 from specdec_lab.bench.console import result_console
+from specdec_lab.bench.files import REPORT
 from specdec_lab.compare.comparison import Comparison, compare
 from specdec_lab.compare.files import check_out, write_comparison
 from specdec_lab.compare.tables import pair_table, strategy_table
@@ -39,7 +40,7 @@ def compare_main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     show(comparison, out)
-    say(out, f"results: {folder}")
+    say(out, f"results: {folder}; the page: {folder / REPORT}")
     return SUCCESS
 
 

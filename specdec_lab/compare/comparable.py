@@ -48,11 +48,15 @@ def _device(run: Run) -> str:
 def _target(run: Run) -> dict[str, Any]:
     """Return the target as configured and as loaded, without what is a fact of its own."""
     configured = {key: value for key, value in (run.config.get("target") or {}).items() if key not in _OWN_FACTS}
-    loaded = {key: run.summary["target"][key] for key in ("name", "model", "parameters", "weight_bytes")}
-    return {**configured, **loaded}
+    loaded = {key: run.summary["target"][key] for key in ("name", "model", "parameters")}
+    size = _DTYPE_BYTES.get(run.summary["target"]["dtype"], 1)
+    return {**configured, **loaded, "stored_weights": run.summary["target"]["weight_bytes"] / size}
 
 
 _OWN_FACTS = ("device", "dtype", "revision")
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Weights in the dtype's own size are as many in any dtype; those of a quantised target are fewer."""
 
 
 FACTS = (
@@ -149,7 +153,7 @@ def check_comparable(runs: Sequence[Run], allowed: Collection[str]) -> tuple[Dif
             f"the runs differ in {first.fact} ({'; '.join(dict.fromkeys(shown))}), and {first.effect}{also}; give runs "
             f"that agree, or --allow {leave} to compare them with the differences named"
         )
-        raise InputError(FIELD, len(runs), remedy)
+        raise InputError(FIELD, str(runs[-1].folder), remedy)
     return found
 
 

@@ -173,4 +173,6 @@ def _few_prompts(entries: Sequence[dict[str, Any]]) -> list[str]:
     fewest = min(entry["prompts"] for entry in entries)
     if fewest >= FEW_PROMPTS:
         return []
+    if not fewest:
+        return ["No prompt can be compared: no answer has a decode rate, as one that ends with its first token."]
     return [few_prompts(fewest)]

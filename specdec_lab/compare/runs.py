@@ -61,6 +61,18 @@ def read_runs(folders: Sequence[Path]) -> tuple[Run, ...]:
     return tuple(read_run(folder) for folder in folders)
 
 
+def read_named_run(path: str) -> Run:
+    """Read the run folder that an option ``run=`` names.
+
+    Raises:
+        InputError: see ``read_run``; the field is ``run``.
+    """
+    try:
+        return read_run(Path(path))
+    except InputError as error:
+        raise InputError("run", error.value, error.remedy) from error
+
+
 def read_run(folder: Path) -> Run:
     """Read one run folder and check that its files belong together.
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from specdec_lab.bench.command import REFUSED, SUCCESS, plain_config, run_job, say, say_error
 from specdec_lab.bench.console import result_console
 from specdec_lab.bench.files import StorageError, write_atomically
-from specdec_lab.compare.runs import read_run
+from specdec_lab.compare.runs import read_named_run
 from specdec_lab.config import validate
 from specdec_lab.errors import InputError, SpecdecError
 from specdec_lab.export.spec_bench import answer_lines, incomplete_questions
@@ -39,7 +39,7 @@ def _run(config: DictConfig, folder: Path) -> int:
         if plain.get("run") in (None, "???"):
             raise InputError("run", None, "give the folder of a finished benchmark, as run=outputs/demo")
         settings = validate(ExportSettings, plain)
-        run = read_run(Path(settings.run))
+        run = read_named_run(settings.run)
         for entry in run.summary["strategies"]:
             lines = answer_lines(run.rows, entry["name"])
             path = folder / f"{entry['name']}.jsonl"

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from specdec_lab.compare.runs import Run, read_run
+from specdec_lab.compare.runs import Run, read_named_run
 from specdec_lab.config import PositiveInt, Threads, suggest, validate
 from specdec_lab.errors import InputError
 from specdec_lab.predict.roofline import Hardware, ModelShape
@@ -59,7 +58,7 @@ def plan_prediction(config: Mapping[str, Any]) -> PredictPlan:
     if config.get("run") in (None, "???"):
         raise InputError("run", None, "give the folder of a finished benchmark, as run=outputs/demo")
     settings = validate(PredictSettings, config)
-    run = read_run(Path(settings.run))
+    run = read_named_run(settings.run)
     if settings.hardware == HERE:
         for name in ("target", "draft"):
             if getattr(settings, name) is not None:

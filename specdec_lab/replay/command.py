@@ -22,7 +22,7 @@ from specdec_lab.bench.console import progress, result_console
 from specdec_lab.bench.files import storage, write_atomically
 from specdec_lab.bench.run import enough_memory
 from specdec_lab.bench.settings import BASELINE, choose_strategies
-from specdec_lab.compare.runs import read_run
+from specdec_lab.compare.runs import read_named_run
 from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, validate
 from specdec_lab.distill.measured import EVERY_NODE_PAYS
 from specdec_lab.errors import InputError, SpecdecError, one_line
@@ -91,7 +91,7 @@ def _record(config: dict[str, Any], folder: Path, out: Console, err: Console) ->
     nodes = config.pop("drafter")
     _demand(config, "run", "give the folder of a finished benchmark, as run=outputs/demo")
     settings = validate(RecordSettings, config)
-    run = read_run(Path(settings.run))
+    run = read_named_run(settings.run)
     texts = baseline_texts(run)[: settings.limit]
     if (folder / RECORDING).exists() and not settings.overwrite:
         raise InputError("hydra.run.dir", str(folder), f"it holds a {RECORDING}; add overwrite=true or give another")

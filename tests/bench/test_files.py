@@ -43,9 +43,13 @@ def test_a_used_folder_needs_a_decision(tmp_path: Path):
 def test_overwrite_touches_nothing_that_is_not_a_runs(tmp_path: Path):
     """A folder given by mistake (a home folder, say) loses nothing."""
     (tmp_path / "summary.json").write_text("x")
+    with pytest.raises(InputError, match=r"overwrite=True: .*holds summary.json and no config.yaml of an earlier run"):
+        check_folder(tmp_path, resume=False, overwrite=True)
     (tmp_path / "thesis.tex").write_text("years of work")
+    (tmp_path / "config.yaml").write_text("x")
     with pytest.raises(InputError, match=r"overwrite=True: .*also holds thesis.tex"):
         check_folder(tmp_path, resume=False, overwrite=True)
+    (tmp_path / "config.yaml").unlink()
     with pytest.raises(InputError, match=r"resume=True: .*holds no config.yaml"):
         check_folder(tmp_path, resume=True, overwrite=False)
     clear_folder(tmp_path)

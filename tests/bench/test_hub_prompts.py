@@ -71,7 +71,7 @@ def test_limit_and_categories(tmp_path: Path):
         ({"column": "text", "split": "validation"}, r"prompts.dataset=.*cannot be loaded"),
         ({"column": "kind"}, r"row 1, kind='7': give a text"),
         ({"column": "text", "path": "x.jsonl"}, r"prompts.path='x.jsonl': .*give one of the two"),
-        ({"dataset": "???"}, r"prompts.dataset='\?\?\?': give a hub id"),
+        ({"dataset": "???"}, r"prompts.dataset=None: give a hub id"),
         ({"dataset": "no-such-owner/no-such-set"}, r"prompts.dataset='no-such-owner/no-such-set': it cannot be loaded"),
     ],
 )

@@ -28,7 +28,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "threads": {"machine": {**facts()["machine"], "threads": 8}},
     "target": {"target": {**facts()["target"], "model": "owner/other"}},
     "revision": {"target": {**facts()["target"], "revision": "r2"}},
-    "dtype": {"target": {**facts()["target"], "dtype": "float32"}},
+    "dtype": {"target": {**facts()["target"], "dtype": "float32", "weight_bytes": 4000}},  # twice the bytes a weight
     "prompts": {"prompts": {**facts()["prompts"], "sha256": "cd" * 32}},
     "versions": {"versions": {**facts()["versions"], "torch": "2.10.0"}},
     "acceptance": {"acceptance": "block"},

@@ -72,7 +72,7 @@ def test_here(tmp_path: Path):
     ("overrides", "sentence"),
     [
         ([], "run=None: give the folder"),
-        (["run=absent"], "RUN_DIR='absent': there is no such folder"),
+        (["run=absent"], "run='absent': there is no such folder"),
         (
             ["run=RUN", "hardware=h300", "target=llama3_8b"],
             r"hardware='h300': .*conf/predict/machines/.*a100, h100, h200",

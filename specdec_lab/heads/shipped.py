@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -44,11 +45,17 @@ def head_source(kind: str, head: str, target: Target, field: str = "head") -> st
     return str(folder)
 
 
-SHIPPED_FILES = ("config.yaml", "training_curve.csv", "training_curve.png")
+CONFIG = "config.yaml"
+SHIPPED_FILES = (CONFIG, "training_curve.csv", "training_curve.png")
 """What of a training's run folder comes along beside the head itself."""
 
 MOST_BYTES = 20_000_000
 """Largest head that is shipped."""
+
+
+def without_folders(text: str) -> str:
+    """Return a configuration with paths cut to folder and file: where they lay on a machine is nobody's concern."""
+    return re.sub(r"(?:~|\.{1,2})?/(?:[^/\s'\"]+/)+([^/\s'\"]+/[^/\s'\"]+)", r"\1", text)
 
 
 def ship(run: Path, kind: str, target_name: str) -> Path:
@@ -74,6 +81,9 @@ def ship(run: Path, kind: str, target_name: str) -> Path:
     for name in SHIPPED_FILES:
         if (run / name).exists():
             shutil.copy2(run / name, unfinished / name)
+    if (unfinished / CONFIG).exists():
+        text = (unfinished / CONFIG).read_text("utf-8")
+        (unfinished / CONFIG).write_text(without_folders(text), "utf-8")
     shutil.rmtree(place, ignore_errors=True)
     unfinished.rename(place)
     return place

@@ -25,8 +25,6 @@ from specdec_lab.bench.console import result_console
 from specdec_lab.bench.files import CONFIG, REPORT, SUMMARY
 from specdec_lab.bench.processes import Launch, joined
 from specdec_lab.bench.settings import BASELINE, plan_run
-from specdec_lab.compare.comparison import compare
-from specdec_lab.compare.files import write_comparison
 from specdec_lab.errors import InputError, SpecdecError, one_line
 
 MULTIRUN_FLAGS = ("-m", "--multirun")
@@ -121,6 +119,9 @@ def _run_to(folder: Path, launch: Launch, config: DictConfig, out: Console, err:
         summary = run_benchmark(plan, folder, out, err, launch=launch)
         if not launch.main:
             return SUCCESS
+        from specdec_lab.compare.comparison import compare  # not needed before, and they take a second to import
+        from specdec_lab.compare.files import write_comparison
+
         write_comparison(folder, compare([folder]))
     except SpecdecError as error:
         say_error(err, str(error))

@@ -89,6 +89,7 @@ def run(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[s
 TINY = ("target=tiny", "target.device=cpu", "prompts.limit=3", "max_new_tokens=24", "hydra.run.dir=run")
 
 
+@pytest.mark.slow
 def test_from_a_run_to_a_replay(tmp_path: Path):
     """Both commands; a draft model that is the target is always right; what a recording lacks is named."""
     from specdec_lab.targets.tiny import load_tiny

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_object
+from omegaconf import MISSING
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from specdec_lab.errors import InputError, described
@@ -119,6 +120,16 @@ def validate(model: type[Model], values: Mapping[str, Any], where: str = "") -> 
             field = f"{where}.{name}" if where else name
             raise InputError(field, value, "give a number or text here, not true or false")
     return checked
+
+
+def demand(values: Mapping[str, Any], field: str, remedy: str) -> None:
+    """Refuse a configuration that leaves a value open which has no default.
+
+    Raises:
+        InputError: with the remedy.
+    """
+    if values.get(field) in (None, MISSING):
+        raise InputError(field, None, remedy)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

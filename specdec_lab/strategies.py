@@ -1,9 +1,10 @@
-"""Strategies by name: the parameters that a YAML states, checked against the class that it names."""
+"""Strategies and targets as a configuration states them, checked against the class or loader that it names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -13,7 +14,7 @@ from omegaconf import MISSING
 from specdec_lab.config import available_strategies, check_arguments, locate, suggest
 from specdec_lab.drafters.base import Drafter
 from specdec_lab.errors import InputError
-from specdec_lab.target import Target
+from specdec_lab.target import Exact, Target
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,20 @@ def named_strategy(name: str, changes: Mapping[str, Any], where: str, listed_in:
         raise InputError(listed_in, name, f"there is no strategy of that name{suggest(name, known)}")
     text = (resources.files("specdec_lab.conf") / "drafter" / f"{name}.yaml").read_text(encoding="utf-8")
     return plan_strategy(name, {**yaml.safe_load(text), **changes}, where)
+
+
+def plan_target(node: Mapping[str, Any], exact: Exact = "off") -> partial[Target]:
+    """Check a target's configuration and return what loads it; its ``keywords`` are the checked arguments.
+
+    Args:
+        node: the configuration node, with ``_target_``.
+        exact: see ``specdec_lab.target.Target``.
+
+    Raises:
+        InputError: names the field that is wrong.
+    """
+    loader = locate(node.get("_target_"), "target")
+    return partial(loader, **check_arguments(loader, {**without_target(node, "target"), "exact": exact}, "target", ()))
 
 
 def without_target(node: Mapping[str, Any], where: str) -> dict[str, Any]:

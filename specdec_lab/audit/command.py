@@ -31,13 +31,13 @@ from specdec_lab.bench.files import write_atomically
 from specdec_lab.bench.prompts import PromptSet, load_prompts
 from specdec_lab.bench.run import enough_memory, render
 from specdec_lab.bench.settings import TypicalSettings
-from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, validate
+from specdec_lab.config import PositiveInt, Threads, check_arguments, validate
 from specdec_lab.decode import Request
 from specdec_lab.drafters.base import Drafter
 from specdec_lab.errors import InputError, SpecdecError, described
 from specdec_lab.provenance import provenance
 from specdec_lab.sampling import SamplingParams
-from specdec_lab.strategies import StrategyPlan, plan_strategy
+from specdec_lab.strategies import StrategyPlan, plan_strategy, plan_target
 from specdec_lab.target import Target
 from specdec_lab.verify import LAW_RULES, Acceptance, RuleName
 
@@ -96,13 +96,12 @@ def plan_audit(config: Mapping[str, Any], name: str) -> AuditPlan:
             raise InputError(group, node, f"choose one of the files in conf/{group}/")
     drafter, target, prompts = (dict(node) for node in groups.values())
     settings = validate(AuditSettings, config)
-    loader = locate(target.pop("_target_", None), "target")
-    arguments = check_arguments(loader, {**target, "exact": "off"}, "target", skip=())
+    load_target = plan_target(target)
     return AuditPlan(
         settings,
         Acceptance(settings.acceptance, settings.typical.epsilon, settings.typical.delta),
         plan_strategy(name, drafter, "drafter"),
-        lambda: loader(**arguments),
+        load_target,
         load_prompts(**check_arguments(load_prompts, prompts, "prompts")),
     )
 

@@ -14,7 +14,7 @@ from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, su
 from specdec_lab.errors import InputError
 from specdec_lab.heads.shipped import SHIPPED, is_shipped
 from specdec_lab.sampling import SamplingParams
-from specdec_lab.strategies import StrategyPlan, plan_strategy, without_target
+from specdec_lab.strategies import StrategyPlan, plan_strategy, plan_target
 from specdec_lab.target import Exact, Target
 from specdec_lab.tracking import TrackingSettings, check_tracking, tracking_settings
 from specdec_lab.verify import Acceptance, RuleName
@@ -102,10 +102,7 @@ def plan_run(config: Mapping[str, Any]) -> RunPlan:
     tracking = tracking_settings(groups["tracking"])
     if tracking is not None:
         check_tracking(tracking, names)
-    loader = locate(groups["target"].get("_target_"), "target")
-    loader_arguments = check_arguments(
-        loader, {**without_target(groups["target"], "target"), "exact": settings.exact}, "target", skip=()
-    )
+    load_target = plan_target(groups["target"], settings.exact)
     prompts = load_prompts(**check_arguments(load_prompts, groups["prompts"], "prompts"))
     kept = {name: value for name, value in config.items() if name not in ("resume", "overwrite")}
     chosen = {"strategies": list(names), "drafter": {name: groups["drafter"][name] for name in names}}
@@ -114,7 +111,7 @@ def plan_run(config: Mapping[str, Any]) -> RunPlan:
         settings=settings,
         sampling=sampling,
         acceptance=acceptance,
-        load_target=lambda: loader(**loader_arguments),
+        load_target=load_target,
         strategies=strategies,
         prompts=prompts,
         tracking=tracking,

@@ -25,7 +25,7 @@ from specdec_lab.bench.prompts import Prompt
 from specdec_lab.bench.run import enough_memory
 from specdec_lab.bench.settings import changed_settings
 from specdec_lab.chat import render_chat
-from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, suggest, validate
+from specdec_lab.config import PositiveInt, Threads, check_arguments, suggest, validate
 from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.distill.fingerprints import template_sha256, tokenizer_fingerprint
 from specdec_lab.distill.leak import Evaluation, read_evaluation, without_leaks, words_of
@@ -49,7 +49,7 @@ from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.errors import InputError
 from specdec_lab.provenance import package_versions
 from specdec_lab.sampling import Processing, SamplingParams
-from specdec_lab.strategies import without_target
+from specdec_lab.strategies import plan_target
 from specdec_lab.streaming import REPLACEMENT, Detokenizer
 from specdec_lab.target import Target
 
@@ -147,10 +147,8 @@ def plan_generation(config: Mapping[str, Any]) -> GenerationPlan:
     sampling = SamplingParams(**check_arguments(SamplingParams, groups["sampling"], "sampling"))
     sampling.check_budget(settings.max_new_tokens)
     _check_samples(settings, sampling)
-    loader = locate(groups["target"].get("_target_"), "target")
-    arguments = check_arguments(
-        loader, {**without_target(groups["target"], "target"), "exact": "off"}, "target", skip=()
-    )
+    load_target = plan_target(groups["target"])
+    stated = load_target.keywords
     evaluation = read_evaluation(settings.evaluation, "evaluation")
     files = read_prompt_files(settings.prompts.paths, "prompts.paths")
     refuse_equal_ids(files, "prompts.paths")
@@ -165,8 +163,8 @@ def plan_generation(config: Mapping[str, Any]) -> GenerationPlan:
     return GenerationPlan(
         settings,
         sampling,
-        lambda: loader(**arguments),
-        {"model": _public_name(arguments.get("model")), "revision": arguments.get("revision")},
+        load_target,
+        {"model": _public_name(stated.get("model")), "revision": stated.get("revision")},
         files,
         prompts,
         evaluation,

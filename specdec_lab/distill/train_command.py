@@ -49,7 +49,7 @@ from specdec_lab.distill.train_settings import TrainSettings
 from specdec_lab.distill.train_tracking import tracked
 from specdec_lab.errors import InputError, SpecdecError, one_line
 from specdec_lab.provenance import provenance
-from specdec_lab.strategies import without_target
+from specdec_lab.strategies import plan_target, without_target
 from specdec_lab.target import Target
 from specdec_lab.tracking import TrackingSettings, check_tracking, tracking_settings
 
@@ -96,8 +96,7 @@ def plan_training(config: Mapping[str, Any]) -> TrainJob:
         if not isinstance(node, Mapping):
             raise InputError(name, node, f"this is a group of fields; set one of them, as {name}.FIELD=...")
     settings = validate(TrainSettings, config)
-    loader = locate(groups["target"].get("_target_"), "target")
-    loaded_with = check_arguments(loader, {**without_target(groups["target"], "target"), "exact": "off"}, "target", ())
+    load_target = plan_target(groups["target"])
     learner_class: Any = locate(groups["head"].get("_target_"), "head")
     if not (isinstance(learner_class, type) and issubclass(learner_class, Learner)):
         raise InputError("head._target_", groups["head"].get("_target_"), "this is no Learner class; name one")
@@ -109,7 +108,7 @@ def plan_training(config: Mapping[str, Any]) -> TrainJob:
         config={**groups, **config},
         settings=settings,
         data=validate(DataSettings, groups["data"], "data"),
-        load_target=lambda: loader(**loaded_with),
+        load_target=load_target,
         kind=learner_class.kind,
         make_learner=partial(learner_class, **made_with),
         tracking=tracking,

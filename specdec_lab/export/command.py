@@ -13,8 +13,8 @@ from specdec_lab.bench.command import REFUSED, SUCCESS, plain_config, run_job, s
 from specdec_lab.bench.console import result_console
 from specdec_lab.bench.files import StorageError, write_atomically
 from specdec_lab.compare.runs import read_named_run
-from specdec_lab.config import validate
-from specdec_lab.errors import InputError, SpecdecError
+from specdec_lab.config import demand, validate
+from specdec_lab.errors import SpecdecError
 from specdec_lab.export.spec_bench import answer_lines, incomplete_questions
 
 
@@ -36,8 +36,7 @@ def _run(config: DictConfig, folder: Path) -> int:
     out, err = result_console(), Console(stderr=True)
     try:
         plain = plain_config(config)
-        if plain.get("run") in (None, "???"):
-            raise InputError("run", None, "give the folder of a finished benchmark, as run=outputs/demo")
+        demand(plain, "run", "give the folder of a finished benchmark, as run=outputs/demo")
         settings = validate(ExportSettings, plain)
         run = read_named_run(settings.run)
         for entry in run.summary["strategies"]:

@@ -22,7 +22,7 @@ from specdec_lab.bench.command import REFUSED, plain_config, say_error
 from specdec_lab.bench.console import progress, result_console
 from specdec_lab.bench.prompts import load_prompts
 from specdec_lab.bench.run import render
-from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, validate
+from specdec_lab.config import PositiveInt, Threads, check_arguments, validate
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.base import Drafter
 from specdec_lab.drafters.lookahead import LookaheadDrafter
@@ -37,7 +37,7 @@ from specdec_lab.measure.peers import PromptIds, our_loop, transformers_generate
 from specdec_lab.measure.sampling_cost import SAMPLING_COST, measure_sampling_cost, sampling_cost_table
 from specdec_lab.measure.strategies import measure_strategies, strategies_table
 from specdec_lab.provenance import machine, package_versions
-from specdec_lab.strategies import named_strategy
+from specdec_lab.strategies import named_strategy, plan_target
 from specdec_lab.target import Exact, Target
 
 Part = Literal[
@@ -133,11 +133,10 @@ def _set_up(config: Mapping[str, Any], console: Console) -> Bench:
     config = dict(config)
     target_node, prompts_node = dict(config.pop("target")), config.pop("prompts")
     settings = validate(MeasureSettings, config)
-    loader = locate(target_node.pop("_target_"), "target")
-    arguments = check_arguments(loader, {**target_node, "exact": "off"}, "target", skip=())
+    load_target = plan_target(target_node)
     prompt_set = load_prompts(**check_arguments(load_prompts, prompts_node, "prompts"))
     torch.set_num_threads(settings.threads)
-    target: Target = loader(**arguments)
+    target = load_target()
     rendered = [render(target, prompt, []) for prompt in prompt_set.prompts]
     source = {
         "target": target.name,
@@ -145,7 +144,7 @@ def _set_up(config: Mapping[str, Any], console: Console) -> Bench:
         "prompts": prompt_set.source,
         "prompts_sha256": prompt_set.sha256,
     }
-    return Bench(settings, lambda exact: loader(**{**arguments, "exact": exact}), target, rendered, source, console)
+    return Bench(settings, lambda exact: load_target(exact=exact), target, rendered, source, console)
 
 
 def _attention(bench: Bench) -> tuple[Table, Any]:

@@ -19,21 +19,18 @@ from specdec_lab.bench.command import REFUSED, SUCCESS, plain_config, run_job, s
 from specdec_lab.bench.console import result_console
 from specdec_lab.bench.files import StorageError, write_atomically
 from specdec_lab.bench.run import enough_memory
-from specdec_lab.bench.settings import plan_run
 from specdec_lab.compare.runs import Run
 from specdec_lab.cost import measure_verify_cost
 from specdec_lab.errors import InputError, SpecdecError, one_line
 from specdec_lab.predict.charts import draw_predicted, draw_projection
 from specdec_lab.predict.projection import Place, measured_drafting, predict_here, project
 from specdec_lab.predict.settings import PredictPlan, plan_prediction
+from specdec_lab.strategies import plan_target
 
 DOCUMENT, TABLE, PICTURE = "prediction.json", "prediction.csv", "prediction.svg"
 
 WITHIN = 0.15
 """A prediction this close to the measured speed-up counts as good."""
-
-NOT_SETTINGS = ("prompts_sha256", "provenance")
-"""What ``config.yaml`` of a run states besides its settings."""
 
 ASSUMED = (
     "Assumed: acceptance and tree sizes stay those of the run; forwards take the longer of reading weights and "
@@ -92,12 +89,11 @@ def _elsewhere(plan: PredictPlan) -> list[dict[str, Any]]:
 
 def _here(plan: PredictPlan) -> list[dict[str, Any]]:
     """Measure the target's forwards behind a history as long as the run's, and predict the run from them."""
-    config = {name: value for name, value in plan.run.config.items() if name not in NOT_SETTINGS}
-    run_plan = plan_run(config)
+    load_target = plan_target(plan.run.config["target"], plan.run.config["exact"])
     most = 1 + max(nodes for row in plan.run.rows for nodes in [0, *row["proposed_nodes_per_round"]])
     history = mean_history(plan.run)
     with enough_memory():
-        target = run_plan.load_target()
+        target = load_target()
         target.allocate(1, history + 1, most)
     wanted = plan.settings.threads or plan.run.summary["machine"]["threads"]
     with threads(wanted, target):

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from specdec_lab.compare.runs import Run, read_named_run
-from specdec_lab.config import PositiveInt, Threads, suggest, validate
+from specdec_lab.config import PositiveInt, Threads, demand, suggest, validate
 from specdec_lab.errors import InputError
 from specdec_lab.predict.roofline import Hardware, ModelShape
 
@@ -55,8 +55,7 @@ def plan_prediction(config: Mapping[str, Any]) -> PredictPlan:
     Raises:
         InputError: names the first thing that is wrong.
     """
-    if config.get("run") in (None, "???"):
-        raise InputError("run", None, "give the folder of a finished benchmark, as run=outputs/demo")
+    demand(config, "run", "give the folder of a finished benchmark, as run=outputs/demo")
     settings = validate(PredictSettings, config)
     run = read_named_run(settings.run)
     if settings.hardware == HERE:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,13 +24,13 @@ from specdec_lab.bench.files import storage, write_atomically
 from specdec_lab.bench.run import enough_memory
 from specdec_lab.bench.settings import BASELINE, choose_strategies
 from specdec_lab.compare.runs import read_named_run
-from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, validate
+from specdec_lab.config import PositiveInt, Threads, demand, validate
 from specdec_lab.distill.measured import EVERY_NODE_PAYS
 from specdec_lab.errors import InputError, SpecdecError, one_line
 from specdec_lab.replay.charts import draw_replay
 from specdec_lab.replay.recording import RECORDING, baseline_texts, read_recording, record, states_of
 from specdec_lab.replay.scoring import disagreement, numbers, replay
-from specdec_lab.strategies import StrategyPlan, plan_strategy, without_target
+from specdec_lab.strategies import StrategyPlan, plan_strategy, plan_target
 from specdec_lab.target import Target
 
 DOCUMENT, TABLE, PICTURE = "replay.json", "replay.csv", "replay.svg"
@@ -89,7 +90,7 @@ def _ended(run: Any, config: DictConfig, folder: Path) -> int:
 
 def _record(config: dict[str, Any], folder: Path, out: Console, err: Console) -> None:
     nodes = config.pop("drafter")
-    _demand(config, "run", "give the folder of a finished benchmark, as run=outputs/demo")
+    demand(config, "run", "give the folder of a finished benchmark, as run=outputs/demo")
     settings = validate(RecordSettings, config)
     run = read_named_run(settings.run)
     texts = baseline_texts(run)[: settings.limit]
@@ -113,7 +114,7 @@ def _record(config: dict[str, Any], folder: Path, out: Console, err: Console) ->
 
 def _replay(config: dict[str, Any], folder: Path, out: Console, err: Console) -> None:
     nodes = config.pop("drafter")
-    _demand(config, "recording", "give a folder of scripts/record.py, as recording=outputs/recording")
+    demand(config, "recording", "give a folder of scripts/record.py, as recording=outputs/recording")
     settings = validate(ReplaySettings, config)
     recording = read_recording(Path(settings.recording))
     plans = [plan for plan in plan_strategies(settings.strategies, nodes, recording.target) if plan.name != BASELINE]
@@ -121,7 +122,7 @@ def _replay(config: dict[str, Any], folder: Path, out: Console, err: Console) ->
         raise InputError("strategies", settings.strategies, "name at least one that drafts")
     target = load({**recording.target, "device": settings.device})
     states = states_of(recording, target)
-    recording = type(recording)(recording.target, recording.layers, recording.texts[: settings.limit], recording.states)
+    recording = replace(recording, texts=recording.texts[: settings.limit])
     with threads(settings.threads, target), progress(err, len(plans) * len(recording.texts), what="texts") as report:
         replayed = {
             plan.name: replay(
@@ -145,11 +146,6 @@ def _replay(config: dict[str, Any], folder: Path, out: Console, err: Console) ->
         draw_replay(found, folder / PICTURE)
     out.print(replay_table(found, document["disagreement"]))
     say(out, f"results: {folder}")
-
-
-def _demand(config: Mapping[str, Any], field: str, remedy: str) -> None:
-    if config.get(field) in (None, "???"):
-        raise InputError(field, None, remedy)
 
 
 def plan_strategies(wanted: Any, nodes: Mapping[str, Any], target: Mapping[str, Any]) -> list[StrategyPlan]:
@@ -185,10 +181,9 @@ def load(node: Mapping[str, Any]) -> Target:
     Raises:
         InputError: a field is wrong.
     """
-    loader = locate(node.get("_target_"), "target")
-    arguments = check_arguments(loader, without_target(node, "target"), "target", skip=())
+    load_target = plan_target(node)
     with enough_memory(), torch.random.fork_rng(devices=[]):
-        return loader(**arguments)
+        return load_target()
 
 
 def _csv(found: Mapping[str, Mapping[str, Any]]) -> str:

@@ -8,6 +8,7 @@ prompts nor what the template writes between turns.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -45,6 +46,7 @@ class DataSettings(BaseModel):
     responses: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()
     conversations: tuple[str, ...] = ()
+    learn_prompts: bool = False
     max_tokens: PositiveInt = 448
     limit_tokens: PositiveInt | None = None
     evaluation: tuple[str, ...] = ()
@@ -434,6 +436,19 @@ def _named(example: Example, source: int, raw: RawData) -> Example:
     if len(raw.answered) + len(raw.conversations) == 1:
         return example
     return replace(example, key=f"{source}:{example.key}")
+
+
+def with_prompts_learnt(examples: Sequence[Example]) -> list[Example]:
+    """Mark the tokens of prompts as labels too, except the first ones that all texts share: the template's.
+
+    The target has a law after every token, whoever wrote it, and the forwards that make it for the answers make it for
+    the prompts. Heads are measured and their vocabularies chosen by the answers alone.
+    """
+    shared = len(os.path.commonprefix([example.ids for example in examples]))
+    return [
+        replace(example, supervised=tuple(mark or at >= shared for at, mark in enumerate(example.supervised)))
+        for example in examples
+    ]
 
 
 # --- which of them ----------------------------------------------------------------------------------------------------

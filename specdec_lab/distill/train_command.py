@@ -33,7 +33,7 @@ from specdec_lab.bench.run import enough_memory
 from specdec_lab.chat import render_chat
 from specdec_lab.config import check_arguments, locate, validate
 from specdec_lab.distill.batch import Example
-from specdec_lab.distill.conversations import DataSettings, RawData, build_examples, read_data
+from specdec_lab.distill.conversations import DataSettings, RawData, build_examples, read_data, with_prompts_learnt
 from specdec_lab.distill.feature_cache import prepare_cache
 from specdec_lab.distill.features import CachedFeatures, FeatureSource, OnlineFeatures
 from specdec_lab.distill.fingerprints import template_sha256, tokenizer_fingerprint
@@ -188,6 +188,7 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
             data=Rendering(data.report.tokenizer_sha256, data.report.chat_template_sha256),
             target=Rendering(tokenizer_fingerprint(target.tokenizer), template_sha256(target.tokenizer)),
         )
+        training = with_prompts_learnt(data.training) if job.data.learn_prompts else data.training
         identity = {name: {**job.config[name]} for name in ("head", "target")}
         identity["target"].pop("device", None)
         stated = {"data": data.report.record(), "target": stated_target(job, target)}
@@ -195,7 +196,7 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
             return train(
                 TrainPlan(settings, identity, {**stated, "started_from": origin}),
                 learner,
-                data.training,
+                training,
                 data.validation,
                 source,
                 own_measure(settings, target),

@@ -25,6 +25,7 @@ from specdec_lab.distill.conversations import (
     examples_from_responses,
     load_examples,
     read_data,
+    with_prompts_learnt,
     without_doubles,
 )
 from specdec_lab.distill.fingerprints import file_sha256, template_sha256, tokenizer_fingerprint
@@ -328,6 +329,15 @@ def test_equal_texts_with_other_marks_are_two():
     shorter = Example("c", ids[:3], (False, True, True))
     kept = without_doubles([("q", shorter), ("q", first), ("q", second)])
     assert {one.key for _, one in kept} == {"a", "b"}
+
+
+def test_prompts_can_be_learnt_too_but_not_what_the_template_says_in_every_text():
+    first = Example("a", (1, 7, 7, 4, 5, 6), (False, False, False, False, True, True))
+    second = Example("b", (1, 7, 7, 8, 9), (False, False, False, False, True))
+    marks = [example.supervised for example in with_prompts_learnt([first, second])]
+    assert marks == [(False,) * 3 + (True,) * 3, (False,) * 3 + (True,) * 2]
+    assert first.labels == 2  # the examples themselves, which vocabulary and validation are made of, stay as they are
+    assert with_prompts_learnt([first]) == [first]  # one text alone shares all of itself, and keeps its answer
 
 
 def test_leaks_are_refused_or_left_out_with_their_answers(run: Path):

@@ -178,6 +178,19 @@ def test_a_training_leaves_a_head_and_its_history(command, data: Path):
     assert len(list((run / "wandb").glob("offline-run-*"))) == 1
 
 
+def test_prompts_are_learnt_on_request(command, data: Path):
+    """The vocabulary still comes from the answers, the marks reported are theirs, and the labels are more."""
+    texts, heads = {}, {}
+    for learn in ("false", "true"):
+        code, _, texts[learn] = command(f"data.learn_prompts={learn}", "epochs=1", "overwrite=true")
+        assert code == 0, texts[learn]
+        heads[learn] = json.loads((data / "run" / "head" / "config.json").read_text())["specdec_lab"]["facts"]
+    assert heads["true"]["trained_on"]["labels"] > heads["false"]["trained_on"]["labels"]
+    assert heads["true"]["trained_on"]["tokens"] == heads["false"]["trained_on"]["tokens"]
+    marks = [next(line for line in text.splitlines() if line.startswith("marks: ")) for text in texts.values()]
+    assert marks[0] == marks[1]
+
+
 def test_mistakes_are_one_sentence(command, data: Path):
     """Refused with exit code 1, before a run folder has anything in it."""
     for overrides, words in (
@@ -251,7 +264,7 @@ def test_a_training_begins_where_another_ended(command, data: Path):
     assert code == 0, err
     first = next(row["loss"] for row in rows_of(data / "next") if row["kind"] == "train")
     assert first == pytest.approx(ended[-1], rel=0.01)
-    block = json.loads((data / "next" / "head" / "config.json").read_text())["specdec_lab"]
+    block = json.loads((data / "next" / "head" / "config.json").read_text())["specdec_lab"]["facts"]
     assert block["facts"]["started_from"]["optimizer_steps"] > 0
     code, _, err = command("start=nowhere", "hydra.run.dir=other")
     assert code == 1

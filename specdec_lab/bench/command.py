@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any
@@ -80,17 +81,16 @@ def run_job(config: DictConfig, run: Callable[[DictConfig, Path], int]) -> None:
 
 def _run(config: DictConfig, own_folder: Path) -> int:
     """Run the benchmark and return the exit code; of several processes, the first alone says anything."""
-    err = Console(stderr=True)
-    try:
+
+    def work() -> int:
         with joined(
             OmegaConf.select(config, "target.device") == "cpu",
             share_model=OmegaConf.select(config, "target.tp_plan") is not None,
             sweep=HydraConfig.get().mode is RunMode.MULTIRUN,
         ) as launch:
             return _run_in(launch, config, own_folder)
-    except SpecdecError as error:
-        say_error(err, str(error))
-        return REFUSED
+
+    return concluded(work, Console(stderr=True))
 
 
 def _run_in(launch: Launch, config: DictConfig, own_folder: Path) -> int:
@@ -100,10 +100,10 @@ def _run_in(launch: Launch, config: DictConfig, own_folder: Path) -> int:
     if folder != own_folder:
         with suppress(OSError):  # Hydra made one for each process, and the first one's is used
             own_folder.rmdir()
-    if quiet and launch.count == 1:  # it shares the first one's model and decodes the same: its own rows are not wanted
+    if quiet and launch.one_model:  # it decodes what the first one decodes: its own rows are not wanted
         with tempfile.TemporaryDirectory(prefix="specdec_lab-") as passing:
-            return _run_to(Path(passing), launch, config, out, err)
-    return _run_to(folder, launch, config, out, err)
+            return concluded(lambda: _run_to(Path(passing), launch, config, out, err), err)
+    return concluded(lambda: _run_to(folder, launch, config, out, err), err)
 
 
 def _run_to(folder: Path, launch: Launch, config: DictConfig, out: Console, err: Console) -> int:
@@ -112,7 +112,7 @@ def _run_to(folder: Path, launch: Launch, config: DictConfig, out: Console, err:
             plan = plan_run(plain_config(config))
             if plan.settings.resume and not (folder / CONFIG).exists():
                 say(err, f"resume=true: there is no earlier run in {folder}; a new one begins")
-            if "WORLD_SIZE" in os.environ and plan.config["target"].get("tp_plan") and plan.settings.resume:
+            if launch.one_model and plan.settings.resume:
                 remedy = "processes that share a model have to decode the same rows from the start; use overwrite=true"
                 raise InputError("resume", True, remedy)
             check_run(plan, folder)
@@ -123,12 +123,6 @@ def _run_to(folder: Path, launch: Launch, config: DictConfig, out: Console, err:
         from specdec_lab.compare.files import write_comparison
 
         write_comparison(folder, compare([folder]))
-    except SpecdecError as error:
-        say_error(err, str(error))
-        return REFUSED
-    except OSError as error:  # of a library, while it loads: the run's own files have their sentence already
-        say_error(err, one_line(error))
-        return REFUSED
     except KeyboardInterrupt:
         say(err, f"interrupted; what was computed is kept, go on with: hydra.run.dir='{folder}' resume=true")
         raise
@@ -138,6 +132,27 @@ def _run_to(folder: Path, launch: Launch, config: DictConfig, out: Console, err:
         say(err, f"{failed} rows failed; requests.jsonl says why, and resume=true runs them again")
         return ROWS_FAILED
     return SUCCESS
+
+
+def concluded(work: Callable[[], int], err: Console) -> int:
+    """Return the exit code that a command's work returns, or say in one sentence why it was refused."""
+    try:
+        return work()
+    except SpecdecError as error:
+        say_error(err, str(error))
+    except OSError as error:  # of a library, while it loads: our own files have their sentence already
+        say_error(err, one_line(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return REFUSED
+
+
+def parsed(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace | int:
+    """Return the options of a command line, or the exit code where argparse has said all there is to say."""
+    try:
+        return parser.parse_args(words)
+    except SystemExit as end:  # argparse ends with 2
+        return REFUSED if end.code else SUCCESS
 
 
 def run_hydra(main: Callable[[], Any]) -> int:

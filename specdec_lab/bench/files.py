@@ -97,9 +97,18 @@ def clear_folder(folder: Path, written: frozenset[str] = WRITTEN_BY_A_RUN) -> No
             path.unlink(missing_ok=True)
 
 
+GO_ON = "what was computed stays, so make room and start again with resume=true"
+START_ANEW = "make room or give another folder"
+
+
 @contextmanager
-def storage(folder: Path) -> Iterator[None]:
+def storage(folder: Path, remedy: str = GO_ON, option: str = "hydra.run.dir") -> Iterator[None]:
     """Turn a failure to write into one sentence.
+
+    Args:
+        folder: that is written to.
+        remedy: what its user can do; ``START_ANEW`` where nothing can be resumed.
+        option: by which its user named the folder.
 
     Raises:
         StorageError: what the system said, and what to do.
@@ -107,11 +116,7 @@ def storage(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(
-            f"hydra.run.dir={str(folder)!r}: writing failed ({reason}); what was computed stays, "
-            "so make room and start again with resume=true"
-        ) from error
+        raise StorageError(f"{option}={str(folder)!r}: writing failed ({error.strerror or error}); {remedy}") from error
 
 
 def write_atomically(path: Path, text: str) -> None:

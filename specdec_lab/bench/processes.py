@@ -35,10 +35,12 @@ class Launch:
         rank: of this process, from 0; the first one writes what all share.
         count: of processes that split the prompts. Processes that share one model, by tensor parallelism, decode the
             same prompts: each has a count of 1, and the first one alone is ``main``.
+        one_model: whether this process shares its model with others.
     """
 
     rank: int = 0
     count: int = 1
+    one_model: bool = False
 
     @property
     def main(self) -> bool:
@@ -102,7 +104,7 @@ def joined(on_cpu: bool, *, share_model: bool = False, sweep: bool = False) -> I
         yield Launch()
         return
     if share_model:
-        yield Launch(rank=int(os.environ.get("RANK", "0")))
+        yield Launch(rank=int(os.environ.get("RANK", "0")), one_model=True)
         return
     if sweep:
         remedy = f"under a launcher of {count} processes each would make a sweep of its own; start a launch per job"

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specdec_lab.bench.command import INTERRUPTED, REFUSED, SUCCESS, say, say_error
+from specdec_lab.bench.command import SUCCESS, concluded, parsed, say
 from specdec_lab.bench.console import result_console
 from specdec_lab.bench.files import REPORT
 from specdec_lab.compare.comparison import Comparison, compare
 from specdec_lab.compare.files import check_out, write_comparison
 from specdec_lab.compare.tables import pair_table, strategy_table
-from specdec_lab.errors import SpecdecError
 
 
 def compare_main(words: Sequence[str] | None = None) -> int:
@@ -25,20 +24,15 @@ def compare_main(words: Sequence[str] | None = None) -> int:
         words: of the command line without the program's name; ``None`` takes this process's.
     """
     out, err = result_console(), Console(stderr=True)
-    try:
-        options = _parser().parse_args(words)
-    except SystemExit as end:  # argparse has said what is wrong and ends with 2
-        return REFUSED if end.code else SUCCESS
+    options = parsed(_parser(), words)
+    return options if isinstance(options, int) else concluded(lambda: _compare(options, out), err)
+
+
+def _compare(options: argparse.Namespace, out: Console) -> int:
     folder = options.out or Path("outputs", "compare", datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
-    try:
-        check_out(folder, overwrite=options.overwrite)
-        comparison = compare(options.run_dirs, allow=options.allow, equal=options.equal)
-        write_comparison(folder, comparison)
-    except SpecdecError as error:
-        say_error(err, str(error))
-        return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    check_out(folder, overwrite=options.overwrite)
+    comparison = compare(options.run_dirs, allow=options.allow, equal=options.equal)
+    write_comparison(folder, comparison)
     show(comparison, out)
     say(out, f"results: {folder}; the page: {folder / REPORT}")
     return SUCCESS

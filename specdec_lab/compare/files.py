@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from specdec_lab.bench.files import COMPARISON, COMPARISON_TABLE, REPORT, StorageError, write_atomically
+from specdec_lab.bench.files import COMPARISON, COMPARISON_TABLE, REPORT, START_ANEW, storage, write_atomically
 from specdec_lab.compare.comparison import Comparison
 from specdec_lab.compare.tables import comparison_csv
 from specdec_lab.errors import InputError
@@ -34,11 +34,8 @@ def write_comparison(folder: Path, comparison: Comparison) -> None:
     document = comparison.document()
     text = json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     report = report_html(json.loads(text))
-    try:
+    with storage(folder, START_ANEW, "--out"):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / COMPARISON, text)
         write_atomically(folder / COMPARISON_TABLE, comparison_csv(comparison))
         write_atomically(folder / REPORT, report)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(f"--out={str(folder)!r}: writing failed ({reason}); make room or give another") from error

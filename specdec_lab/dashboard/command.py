@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specdec_lab.bench.command import REFUSED, SUCCESS, say, say_error
+from specdec_lab.bench.command import SUCCESS, concluded, parsed, say
 from specdec_lab.bench.console import result_console
-from specdec_lab.bench.files import StorageError, write_atomically
+from specdec_lab.bench.files import START_ANEW, storage, write_atomically
 from specdec_lab.dashboard.build import comparison_report, comparison_workspace, report_json, workspace_json
 from specdec_lab.dashboard.panels import Where
 from specdec_lab.errors import InputError, SpecdecError, described
@@ -31,25 +31,25 @@ def dashboard_main(words: Sequence[str] | None = None) -> int:
         words: of the command line without the program's name; ``None`` takes this process's.
     """
     out, err = result_console(), Console(stderr=True)
-    try:
-        options = _parser().parse_args(words)
-    except SystemExit as end:  # argparse has said what is wrong and ends with 2
-        return REFUSED if end.code else SUCCESS
+    options = parsed(_parser(), words)
+    return options if isinstance(options, int) else concluded(lambda: _build(options, out), err)
+
+
+def _build(options: argparse.Namespace, out: Console) -> int:
     where = Where(options.entity, options.project, tuple(options.group), options.title)
-    try:
-        if not where.entity:
-            raise InputError("--entity", None, "name the user or team of the project, or set WANDB_ENTITY")
-        if options.publish and not os.environ.get("WANDB_API_KEY"):
-            raise InputError("WANDB_API_KEY", None, "publishing needs a key; set it, or leave out --publish")
-        workspace, report = comparison_workspace(where), comparison_report(where)
-        _write(options.out, {WORKSPACE: workspace_json(workspace), REPORT: report_json(report)})
-        say(out, f"built: {options.out / WORKSPACE} and {options.out / REPORT}")
-        if options.publish:
-            for url in _publish(workspace, report):
-                say(out, f"published: {url}")
-    except SpecdecError as error:
-        say_error(err, str(error))
-        return REFUSED
+    if not where.entity:
+        raise InputError("--entity", None, "name the user or team of the project, or set WANDB_ENTITY")
+    if options.publish and not os.environ.get("WANDB_API_KEY"):
+        raise InputError("WANDB_API_KEY", None, "publishing needs a key; set it, or leave out --publish")
+    workspace, report = comparison_workspace(where), comparison_report(where)
+    with storage(options.out, START_ANEW, "--out"):
+        options.out.mkdir(parents=True, exist_ok=True)
+        for name, document in {WORKSPACE: workspace_json(workspace), REPORT: report_json(report)}.items():
+            write_atomically(options.out / name, json.dumps(document, indent=2) + "\n")
+    say(out, f"built: {options.out / WORKSPACE} and {options.out / REPORT}")
+    if options.publish:
+        for url in _publish(workspace, report):
+            say(out, f"published: {url}")
     return SUCCESS
 
 
@@ -64,16 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("outputs/dashboard"), metavar="FOLDER", help="for the JSON")
     parser.add_argument("--publish", action="store_true", help="send it, once the runs are there; needs WANDB_API_KEY")
     return parser
-
-
-def _write(folder: Path, documents: dict[str, object]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, document in documents.items():
-            write_atomically(folder / name, json.dumps(document, indent=2) + "\n")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(f"--out={str(folder)!r}: writing failed ({reason}); make room or give another") from error
 
 
 def _publish(workspace: object, report: object) -> list[str]:

@@ -8,10 +8,10 @@ prompts nor what the template writes between turns.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -444,7 +444,9 @@ def with_prompts_learnt(examples: Sequence[Example]) -> list[Example]:
     The target has a law after every token, whoever wrote it, and the forwards that make it for the answers make it for
     the prompts. Heads are measured and their vocabularies chosen by the answers alone.
     """
-    shared = len(os.path.commonprefix([example.ids for example in examples]))
+    texts = [example.ids for example in examples]
+    pairs = zip(min(texts), max(texts), strict=False)  # what the first and the last in order share, all share
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return [
         replace(example, supervised=tuple(mark or at >= shared for at, mark in enumerate(example.supervised)))
         for example in examples

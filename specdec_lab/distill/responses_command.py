@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 from rich.console import Console
 
-from specdec_lab.bench.command import REFUSED, ROWS_FAILED, SUCCESS, plain_config, run_job, say, say_error
+from specdec_lab.bench.command import ROWS_FAILED, SUCCESS, concluded, plain_config, run_job, say
 from specdec_lab.distill.responses import check_run, generate_responses, plan_generation
-from specdec_lab.errors import SpecdecError, one_line
 
 
 def responses_job(config: DictConfig) -> None:
@@ -18,21 +18,16 @@ def responses_job(config: DictConfig) -> None:
     Raises:
         SystemExit, JobFailedError, KeyboardInterrupt: see ``run_job``.
     """
-    run_job(config, _run)
+    err = Console(stderr=True)
+    run_job(config, lambda config, folder: concluded(lambda: _run(plain_config(config), folder, err), err))
 
 
-def _run(config: DictConfig, folder: Path) -> int:
-    out, err = Console(), Console(stderr=True)
+def _run(config: dict[str, Any], folder: Path, err: Console) -> int:
+    out = Console()
     try:
-        plan = plan_generation(plain_config(config))
+        plan = plan_generation(config)
         check_run(plan, folder)
         manifest = generate_responses(plan, folder, err)
-    except SpecdecError as error:
-        say_error(err, str(error))
-        return REFUSED
-    except OSError as error:  # of a library, while it loads: the run's own files have their sentence already
-        say_error(err, one_line(error))
-        return REFUSED
     except KeyboardInterrupt:
         say(err, f"interrupted; what was answered is kept, go on with: hydra.run.dir='{folder}' resume=true")
         raise

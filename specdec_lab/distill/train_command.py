@@ -20,12 +20,11 @@ from torch import Tensor
 from specdec_lab.bench.benchmark import log_to, threads
 from specdec_lab.bench.command import (
     INTERRUPTED,
-    REFUSED,
     SUCCESS,
+    concluded,
     plain_config,
     run_job,
     say,
-    say_error,
 )
 from specdec_lab.bench.files import CONFIG, storage, write_atomically
 from specdec_lab.bench.prompts import load_prompts
@@ -47,7 +46,7 @@ from specdec_lab.distill.start import started
 from specdec_lab.distill.train_files import LOG, check_run_folder
 from specdec_lab.distill.train_settings import TrainSettings
 from specdec_lab.distill.train_tracking import tracked
-from specdec_lab.errors import InputError, SpecdecError, one_line
+from specdec_lab.errors import InputError
 from specdec_lab.provenance import provenance
 from specdec_lab.strategies import plan_target, without_target
 from specdec_lab.target import Target
@@ -125,20 +124,18 @@ def _run(config: DictConfig, own_folder: Path) -> int:
         with suppress(OSError):  # Hydra made one for each process, and the main one's is used
             own_folder.rmdir()
     try:
-        job = plan_training(plain_config(config))
-        check_run_folder(folder, resume=job.settings.resume, overwrite=job.settings.overwrite)
-        raw = read_data(job.data)
-        processes.wait_for_everyone()  # until all have looked at the folder
-        with _log(folder, err, processes):
-            result = run_training(job, raw, folder, err, main=processes.is_main_process)
-    except SpecdecError as error:
-        say_error(err, str(error))
-        return REFUSED
-    except OSError as error:  # of a library, while it loads: the run's own files have their sentence already
-        say_error(err, one_line(error))
-        return REFUSED
+        return concluded(lambda: _run_in(folder, processes, plain_config(config), out, err), err)
     finally:
         processes.destroy_process_group()
+
+
+def _run_in(folder: Path, processes: PartialState, config: Mapping[str, Any], out: Console, err: Console) -> int:
+    job = plan_training(config)
+    check_run_folder(folder, resume=job.settings.resume, overwrite=job.settings.overwrite)
+    raw = read_data(job.data)
+    processes.wait_for_everyone()  # until all have looked at the folder
+    with _log(folder, err, processes):
+        result = run_training(job, raw, folder, err, main=processes.is_main_process)
     if result.interrupted:
         say(
             err,

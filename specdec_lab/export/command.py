@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
-from specdec_lab.bench.command import REFUSED, SUCCESS, plain_config, run_job, say, say_error
+from specdec_lab.bench.command import SUCCESS, concluded, plain_config, run_job, say
 from specdec_lab.bench.console import result_console
-from specdec_lab.bench.files import StorageError, write_atomically
+from specdec_lab.bench.files import START_ANEW, storage, write_atomically
 from specdec_lab.compare.runs import read_named_run
 from specdec_lab.config import demand, validate
-from specdec_lab.errors import SpecdecError
 from specdec_lab.export.spec_bench import answer_lines, incomplete_questions
 
 
@@ -29,34 +28,23 @@ class ExportSettings(BaseModel):
 
 def export_job(config: DictConfig) -> None:
     """Export one run inside Hydra; see ``specdec_lab.bench.command.run_job``."""
-    run_job(config, _run)
+    err = Console(stderr=True)
+    run_job(config, lambda config, folder: concluded(lambda: _run(plain_config(config), folder, err), err))
 
 
-def _run(config: DictConfig, folder: Path) -> int:
-    out, err = result_console(), Console(stderr=True)
-    try:
-        plain = plain_config(config)
-        demand(plain, "run", "give the folder of a finished benchmark, as run=outputs/demo")
-        settings = validate(ExportSettings, plain)
-        run = read_named_run(settings.run)
-        for entry in run.summary["strategies"]:
-            lines = answer_lines(run.rows, entry["name"])
-            path = folder / f"{entry['name']}.jsonl"
-            _write(path, "".join(f"{line}\n" for line in lines))
-            say(out, f"{path}: {len(lines)} questions")
-        left_out = incomplete_questions(run.rows)
-        if left_out:
-            say(err, f"{len(left_out)} questions of which a strategy failed a turn are left out of all files")
-    except SpecdecError as error:
-        say_error(err, str(error))
-        return REFUSED
+def _run(config: dict[str, Any], folder: Path, err: Console) -> int:
+    out = result_console()
+    demand(config, "run", "give the folder of a finished benchmark, as run=outputs/demo")
+    settings = validate(ExportSettings, config)
+    run = read_named_run(settings.run)
+    for entry in run.summary["strategies"]:
+        lines = answer_lines(run.rows, entry["name"])
+        path = folder / f"{entry['name']}.jsonl"
+        with storage(folder, START_ANEW):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, "".join(f"{line}\n" for line in lines))
+        say(out, f"{path}: {len(lines)} questions")
+    left_out = incomplete_questions(run.rows)
+    if left_out:
+        say(err, f"{len(left_out)} questions of which a strategy failed a turn are left out of all files")
     return SUCCESS
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(f"hydra.run.dir={str(path.parent)!r}: writing failed ({reason}); make room") from error

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec_lab.bench.benchmark import threads
-from specdec_lab.bench.command import REFUSED, SUCCESS, plain_config, run_job, say, say_error
+from specdec_lab.bench.command import SUCCESS, concluded, plain_config, run_job, say
 from specdec_lab.bench.console import result_console
-from specdec_lab.bench.files import StorageError, write_atomically
+from specdec_lab.bench.files import START_ANEW, storage, write_atomically
 from specdec_lab.bench.run import enough_memory
 from specdec_lab.compare.runs import Run
 from specdec_lab.cost import measure_verify_cost
-from specdec_lab.errors import InputError, SpecdecError, one_line
+from specdec_lab.errors import InputError
 from specdec_lab.predict.charts import draw_predicted, draw_projection
 from specdec_lab.predict.projection import Place, measured_drafting, predict_here, project
 from specdec_lab.predict.settings import PredictPlan, plan_prediction
@@ -42,30 +42,20 @@ ASSUMED = (
 
 def predict_job(config: DictConfig) -> None:
     """Run one prediction inside Hydra; see ``specdec_lab.bench.command.run_job``."""
-    run_job(config, _run)
+    run_job(config, lambda config, folder: concluded(lambda: _run(plain_config(config), folder), Console(stderr=True)))
 
 
-def _run(config: DictConfig, folder: Path) -> int:
-    out, err = result_console(), Console(stderr=True)
-    try:
-        plan = plan_prediction(plain_config(config))
-        if not measured_drafting(plan.run.summary):
-            raise InputError(
-                "run",
-                plan.settings.run,
-                "none of its strategies drafted, or the baseline has no round; give a run with both",
-            )
-        if plan.hardware is None and plan.run.summary["batch_size"] != 1:
-            remedy = "its rounds shared forwards, and forwards of one row are what is timed; give a run of batch_size=1"
-            raise InputError("run", plan.settings.run, remedy)
-        points = _here(plan) if plan.hardware is None else _elsewhere(plan)
-        _write(folder, plan, points)
-    except SpecdecError as error:
-        say_error(err, str(error))
-        return REFUSED
-    except OSError as error:  # of a library, while it loads
-        say_error(err, one_line(error))
-        return REFUSED
+def _run(config: Mapping[str, Any], folder: Path) -> int:
+    out = result_console()
+    plan = plan_prediction(config)
+    if not measured_drafting(plan.run.summary):
+        remedy = "none of its strategies drafted, or the baseline has no round; give a run with both"
+        raise InputError("run", plan.settings.run, remedy)
+    if plan.hardware is None and plan.run.summary["batch_size"] != 1:
+        remedy = "its rounds shared forwards, and forwards of one row are what is timed; give a run of batch_size=1"
+        raise InputError("run", plan.settings.run, remedy)
+    points = _here(plan) if plan.hardware is None else _elsewhere(plan)
+    _write(folder, plan, points)
     if plan.hardware is None:
         out.print(here_table(points))
     else:
@@ -117,7 +107,7 @@ def _write(folder: Path, plan: PredictPlan, points: Sequence[Mapping[str, Any]])
     writer = csv.DictWriter(table, list(points[0]))
     writer.writeheader()
     writer.writerows(points)
-    try:
+    with storage(folder, START_ANEW):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / DOCUMENT, json.dumps(document, indent=2, allow_nan=False) + "\n")
         write_atomically(folder / TABLE, table.getvalue())
@@ -127,11 +117,6 @@ def _write(folder: Path, plan: PredictPlan, points: Sequence[Mapping[str, Any]])
                 draw_predicted(drawable, folder / PICTURE, WITHIN)
         else:
             draw_projection(points, folder / PICTURE)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(
-            f"hydra.run.dir={str(folder)!r}: writing failed ({reason}); make room or give another"
-        ) from error
 
 
 def here_table(points: Sequence[Mapping[str, Any]]) -> Table:

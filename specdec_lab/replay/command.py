@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,15 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec_lab.bench.benchmark import threads
-from specdec_lab.bench.command import INTERRUPTED, REFUSED, SUCCESS, plain_config, run_job, say, say_error
+from specdec_lab.bench.command import SUCCESS, concluded, plain_config, run_job, say
 from specdec_lab.bench.console import progress, result_console
-from specdec_lab.bench.files import storage, write_atomically
+from specdec_lab.bench.files import START_ANEW, storage, write_atomically
 from specdec_lab.bench.run import enough_memory
 from specdec_lab.bench.settings import BASELINE, choose_strategies
 from specdec_lab.compare.runs import read_named_run
 from specdec_lab.config import PositiveInt, Threads, demand, validate
 from specdec_lab.distill.measured import EVERY_NODE_PAYS
-from specdec_lab.errors import InputError, SpecdecError, one_line
+from specdec_lab.errors import InputError
 from specdec_lab.replay.charts import draw_replay
 from specdec_lab.replay.recording import RECORDING, baseline_texts, read_recording, record, states_of
 from specdec_lab.replay.scoring import disagreement, numbers, replay
@@ -73,19 +73,14 @@ def replay_job(config: DictConfig) -> None:
     run_job(config, lambda config, folder: _ended(_replay, config, folder))
 
 
-def _ended(run: Any, config: DictConfig, folder: Path) -> int:
+def _ended(run: Callable[[dict[str, Any], Path, Console, Console], None], config: DictConfig, folder: Path) -> int:
     err = Console(stderr=True)
-    try:
+
+    def work() -> int:
         run(plain_config(config), folder, result_console(), err)
-    except SpecdecError as error:
-        say_error(err, str(error))
-        return REFUSED
-    except OSError as error:  # of a library, while it loads
-        say_error(err, one_line(error))
-        return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return SUCCESS
+        return SUCCESS
+
+    return concluded(work, err)
 
 
 def _record(config: dict[str, Any], folder: Path, out: Console, err: Console) -> None:
@@ -105,7 +100,7 @@ def _record(config: dict[str, Any], folder: Path, out: Console, err: Console) ->
             if not -depth - 1 <= layer <= depth:
                 raise InputError("layers", layer, f"hidden states run from 0 to {depth}, or from the end as -1")
         layers = {*settings.layers, *(layer for plan in plans for layer in plan.make(target).feature_layers)}
-        with storage(folder):
+        with storage(folder, START_ANEW):
             folder.mkdir(parents=True, exist_ok=True)
         made = record(folder, target, node, texts, sorted(layers), err, settings.budget_bytes)
     tokens = sum(len(text.ids) for text in texts)
@@ -139,7 +134,7 @@ def _replay(config: dict[str, Any], folder: Path, out: Console, err: Console) ->
         "strategies": found,
         "disagreement": disagreement(replayed),
     }
-    with storage(folder):
+    with storage(folder, START_ANEW):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / DOCUMENT, json.dumps(document, indent=2, allow_nan=False, default=str) + "\n")
         write_atomically(folder / TABLE, _csv(found))

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from specdec_lab.bench.files import storage, write_atomically
+from specdec_lab.bench.files import START_ANEW, storage, write_atomically
 from specdec_lab.bench.settings import BASELINE
 from specdec_lab.compare.runs import Run
 from specdec_lab.distill.batch import Example
@@ -121,7 +121,7 @@ def record(
         "states": str(states.relative_to(folder)),
         "texts": [asdict(text) for text in texts],
     }
-    with storage(folder):
+    with storage(folder, START_ANEW):
         write_atomically(folder / RECORDING, json.dumps(document, ensure_ascii=False) + "\n")
     return Recording(target_node, kept, tuple(texts), states)
 

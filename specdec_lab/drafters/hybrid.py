@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -28,7 +29,7 @@ class HybridDrafter(Drafter):
     """The union of several strategies' trees, pruned to the nodes that are worth their place.
 
     A node's value is the confidence that its strategy states, corrected by how right the strategy was in this sequence;
-    where it states none, how often its drafts were right at that depth, shared among its nodes there. A node that
+    where it states none, how often its drafts were right at that depth and that place in its tree. A node that
     several strategies propose has their values added. The best nodes are taken, as many as the time of a verify forward
     makes worth while: the number with the most expected tokens per time. Values fall along every path, so that the
     choice is closed under ancestors.
@@ -153,41 +154,66 @@ def path_texts(tree: DraftTree) -> list[tuple[int, ...]]:
 
 @dataclass
 class _Yield:
-    """How deep a strategy's drafts of one sequence were right, and how many nodes it believed to be."""
+    """How often a strategy's drafts of one sequence were right, by depth and by place there, and what it believed."""
 
-    offered: dict[int, float] = field(default_factory=dict)
-    right: dict[int, float] = field(default_factory=dict)
+    offered: Counter[int | tuple[int, int]] = field(default_factory=Counter)
+    right: Counter[int | tuple[int, int]] = field(default_factory=Counter)
     believed: float = 0.0
     surely: float = 0.0
 
-    def joint(self, depth: int) -> float:
-        """Return the estimated share of rounds in which a draft at this depth is right, given that one is offered."""
-        prior = PRIOR_ACCEPTED**depth
-        return (self.right.get(depth, 0.0) + PRIOR_ROUNDS * prior) / (self.offered.get(depth, 0.0) + PRIOR_ROUNDS)
+    def joint(self, depth: int, place: int, width: int) -> float:
+        """Return the estimated share of rounds in which the draft at this depth and place is right.
+
+        Where little is known of the place, it has its share of the depth, and the depth that of ``PRIOR_ACCEPTED``.
+
+        Args:
+            depth: from 1.
+            place: among the drafts at that depth, from 0: strategies list their best guesses first.
+            width: how many drafts there are at that depth.
+        """
+        at_depth = self._share(depth, PRIOR_ACCEPTED**depth)
+        return self._share((depth, place), at_depth / width)
+
+    def _share(self, what: int | tuple[int, int], prior: float) -> float:
+        return (self.right[what] + PRIOR_ROUNDS * prior) / (self.offered[what] + PRIOR_ROUNDS)
 
     def values(self, tree: DraftTree) -> list[float]:
         """Return what each node is worth: the probability that the target's text runs through it, ``[nodes]``."""
         if tree.confidence is not None:
             correction = (self.surely + PRIOR_ROUNDS / 2) / (self.believed + PRIOR_ROUNDS / 2)
             return [min(1.0, value * correction) for value in tree.confidence]
-        widths = [tree.depths.count(depth) for depth in range(tree.depth + 1)]
-        return [self.joint(depth) / widths[depth] if depth else 1.0 for depth in tree.depths]
+        widths = Counter(tree.depths)
+        return [self.joint(*place, widths[place[0]]) if place[0] else 1.0 for place in places(tree)]
 
     def learn(self, tree: DraftTree, text: Sequence[int]) -> None:
         """Compare a tree with the tokens that came."""
-        node, reached = 0, 0
+        path = [0]
         for token in text:
-            child = tree.child(node, token)
+            child = tree.child(path[-1], token)
             if child is None:
                 break
-            node, reached = child, reached + 1
+            path.append(child)
         for depth in range(1, min(tree.depth, len(text)) + 1):  # deeper, nobody knows what would have come
-            self.offered[depth] = self.offered.get(depth, 0.0) + 1
-            self.right[depth] = self.right.get(depth, 0.0) + (reached >= depth)
+            self.offered[depth] += 1
+            self.right[depth] += depth < len(path)
+        for node, place in enumerate(places(tree)):
+            if 0 < place[0] <= len(text):
+                self.offered[place] += 1
+                self.right[place] += node in path
         if tree.confidence is not None:
             known = [at for at in range(1, len(tree)) if tree.depths[at] <= len(text)]
             self.believed += sum(tree.confidence[at] for at in known)
-            self.surely += min(reached, len(text))
+            self.surely += len(path) - 1
+
+
+def places(tree: DraftTree) -> list[tuple[int, int]]:
+    """Return each node's depth and how many nodes of that depth stand before it, ``[nodes]``."""
+    seen: Counter[int] = Counter()
+    found: list[tuple[int, int]] = []
+    for depth in tree.depths:
+        found.append((depth, seen[depth]))
+        seen[depth] += 1
+    return found
 
 
 @dataclass

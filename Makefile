@@ -13,6 +13,9 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 # Options for the torch install alone, such as an index with the build of torch that suits the machine.
 TORCH_PIP_FLAGS ?=
 
+# Tests in two processes: tiny models take one thread each, and more processes than cores gain nothing.
+SIDE_BY_SIDE ?= --numprocesses=2 --dist=worksteal
+
 # Neither the network nor a hub token is needed by anything below but the installation.
 export HF_HUB_OFFLINE ?= 1
 export HF_DATASETS_OFFLINE ?= 1
@@ -29,16 +32,16 @@ demo: $(INSTALLED)  ## compare all strategies on SmolLM2-135M with 24 prompts; r
 	$(VENV)/bin/python scripts/benchmark.py prompts.limit=24 max_new_tokens=48 hydra.run.dir=outputs/demo overwrite=true
 
 test: $(INSTALLED)  ## the tests, without the slow ones
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 test-all: $(INSTALLED)  ## the tests, with the slow ones
-	$(VENV)/bin/python -m pytest -m "not forked"
+	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m "not forked"
 
 test-docs: $(INSTALLED)  ## every command that a page shows, in its tiny form
-	$(VENV)/bin/python -m pytest tests/test_commands.py tests/test_experiments.py -m "not forked"
+	$(VENV)/bin/python -m pytest tests/test_commands.py tests/test_experiments.py $(SIDE_BY_SIDE) -m "not forked"
 
 test-compat: $(COMPAT_INSTALLED)  ## the tests on the oldest supported transformers
-	$(COMPAT)/bin/python -m pytest
+	$(COMPAT)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 check: $(INSTALLED)  ## formatter, linter and type checker; changes nothing
 	$(VENV)/bin/ruff format --check .

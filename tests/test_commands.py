@@ -131,6 +131,27 @@ def test_from_prompts_to_a_compared_head_in_four_commands(folder: Path):
     assert set(TRAINING_LINES) <= logged  # what the dashboard draws of a training
 
 
+@pytest.mark.slow
+def test_a_sweep_of_trainings_gives_each_a_process_and_outlives_a_failure(folder: Path):
+    """Guards CL-07: submitit's local mode; two trainings in one process would meet each other's leavings.
+
+    A job that fails says why, the head of the other is there, and the exit code tells.
+    """
+    run(folder, tiny(["python", "scripts/generate_responses.py", "prompts.paths=[prompts.jsonl]",
+                      "hydra.run.dir=outputs/responses"]))  # fmt: skip
+    text = (ROOT / "conf" / "experiment" / "data_sizes.yaml").read_text("utf-8")
+    words = shlex.split(text.splitlines()[1].removeprefix("# "))
+    sweep = [*tiny(words), "features=online", "hydra.sweep.dir=sweep"]
+    run(folder, [*sweep, "data.limit_tokens=20,60"])
+    assert {path.parent.name for path in (folder / "sweep").glob("*/head")} == {"0", "1"}
+    again = [*sweep, "hydra.sweep.dir=again", "data.limit_tokens=20,none"]
+    done = subprocess.run(again, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]
+    assert "data.limit_tokens" in done.stderr
+    assert {path.parent.name for path in (folder / "again").glob("*/head")} == {"0"}
+
+
 def test_commands_are_found():
     """The checks above see commands: the README has some, and a continued line is one."""
     assert ["python", "scripts/compare.py", "outputs/demo"] in shown(ROOT / "README.md")

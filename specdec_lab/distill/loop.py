@@ -204,6 +204,7 @@ class _Training:
             lr=self.settings.learning_rate,
             betas=self.settings.betas,
             weight_decay=self.settings.weight_decay,
+            fused=True,
         )
         self.model = self.accelerator.prepare(learner, self.optimizer)[0]
         self.parameters = trained_parameters(learner.head)  # sharding replaces them

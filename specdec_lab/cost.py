@@ -14,6 +14,9 @@ from specdec_lab.errors import InputError
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree, best_nodes
 
+EVERY_NODE_PAYS = {1: 1.0, 512: 1.0}
+"""Milliseconds of a verify forward under which no tree is cut: for what must not hang on the clock."""
+
 
 def expected_emitted(acceptance: float, k: float) -> float:
     """Return the tokens that a round with a chain of ``k`` drafts emits, bonus token included.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from rich.console import Console
+from script_runs import run_script
 from transformers import PreTrainedTokenizerBase
 
 from specdec_lab.bench.command import plain_config
@@ -277,11 +276,7 @@ def test_the_totals_are_the_benchmarks_counters():
 
 
 def script(*overrides: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "trace.py"), "target=tiny", *overrides]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    return run_script(folder, "trace.py", "target=tiny", *overrides, path=folder)
 
 
 def test_the_script_draws_into_a_pipe_and_writes_a_page_where_it_was_started(tmp_path: Path):

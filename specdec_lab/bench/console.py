@@ -98,6 +98,11 @@ def few_prompts(count: int) -> str:
     return f"Only {count} {prompts}: intervals from fewer than {FEW_PROMPTS} are narrower than they should be."
 
 
+def plain_table(title: str, caption: str) -> Table:
+    """Return an empty table as all of the lab's look."""
+    return Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+
+
 def result_table(summary: Mapping[str, Any]) -> Table:
     """Return the table of a finished run; its caption defines every column."""
     count, turns = summary["prompts"]["count"], summary["prompts"]["turns"]
@@ -112,13 +117,7 @@ def result_table(summary: Mapping[str, Any]) -> Table:
     caption = CAPTION + (PADDED_CAPTION if padded else "") + (LOSSY_CAPTION if lossy else "")
     if count < FEW_PROMPTS:
         caption += f"\n{few_prompts(count)}"
-    table = Table(
-        title=title,
-        caption=caption,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-    )
+    table = plain_table(title, caption)
     table.add_column("strategy", overflow="fold")
     for name in ("tau", "accepted / proposed", "tok/s", "speed-up", "exact", "draft / verify"):
         table.add_column(name, justify="right", overflow="fold")

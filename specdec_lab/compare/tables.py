@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
-from specdec_lab.bench.console import speedup_text
+from specdec_lab.bench.console import plain_table, speedup_text
 from specdec_lab.bench.summary import to_csv
 from specdec_lab.compare.comparison import Comparison
 from specdec_lab.compare.verdicts import LEVEL, SHOWN_DIGITS
@@ -29,7 +28,7 @@ PAIR_CAPTION = (
 
 def strategy_table(comparison: Comparison) -> Table:
     """Return one line per strategy and run."""
-    table = _table("strategies", STRATEGY_CAPTION)
+    table = plain_table("strategies", STRATEGY_CAPTION)
     table.add_column("strategy", overflow="fold")
     for name in ("prompts", "tau", "tok/s", "speed-up", "round ms", "draft / verify", "break-even"):
         table.add_column(name, justify="right", overflow="fold")
@@ -52,7 +51,7 @@ def strategy_table(comparison: Comparison) -> Table:
 def pair_table(comparison: Comparison) -> Table:
     """Return one line per pair of strategies."""
     unlike = any(pair["unlike"] for pair in comparison.pairs)
-    table = _table("pairs", PAIR_CAPTION)
+    table = plain_table("pairs", PAIR_CAPTION)
     for name in ("first", "verdict", "second"):
         table.add_column(name, overflow="fold")
     for name in ("ratio", "p", "prompts"):
@@ -70,10 +69,6 @@ def pair_table(comparison: Comparison) -> Table:
         )
         table.add_row(*cells, *([", ".join(pair["unlike"])] if unlike else []))
     return table
-
-
-def _table(title: str, caption: str) -> Table:
-    return Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
 
 
 def verdict_text(pair: Mapping[str, Any]) -> str:

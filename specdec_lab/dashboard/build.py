@@ -21,31 +21,21 @@ from specdec_lab.dashboard.panels import (
     Where,
 )
 from specdec_lab.distill.train_tracking import JOB_TYPE as TRAIN_JOB_TYPE
-from specdec_lab.errors import SpecdecError
+from specdec_lab.optional import library
 from specdec_lab.tracking import JOB_TYPE
 
 
-class NoDashboardLibraryError(SpecdecError):
-    """``wandb-workspaces`` is not installed."""
+def _workspaces() -> Any:
+    return library("wandb_workspaces.workspaces", "dashboards")
 
 
-def library() -> tuple[Any, Any]:
-    """Return the modules of workspaces and of reports.
-
-    Raises:
-        NoDashboardLibraryError: they are not installed.
-    """
-    try:
-        import wandb_workspaces.reports.v2 as reports
-        import wandb_workspaces.workspaces as workspaces
-    except ImportError as error:
-        raise NoDashboardLibraryError("wandb-workspaces is missing; pip install 'specdec-lab[dashboards]'") from error
-    return workspaces, reports
+def _reports() -> Any:
+    return library("wandb_workspaces.reports.v2", "dashboards")
 
 
 def comparison_workspace(where: Where) -> Any:
     """Return the project's workspace: a section per question, and one for trainings."""
-    workspaces, reports = library()
+    workspaces, reports = _workspaces(), _reports()
     sections = [
         workspaces.Section(name=title, panels=_bars(reports, bars), is_open=title in ("Speed", "Acceptance"))
         for title, bars in BAR_SECTIONS.items()
@@ -68,7 +58,7 @@ def comparison_workspace(where: Where) -> Any:
 
 def comparison_report(where: Where) -> Any:
     """Return a report that reads from top to bottom: how to read it, speed, acceptance, where the time goes."""
-    _, reports = library()
+    reports = _reports()
     blocks: list[Any] = [
         reports.TableOfContents(),
         reports.H1("How to read this"),
@@ -113,9 +103,7 @@ def filters(where: Where, *, trainings: bool = False) -> Any:
     Args:
         trainings: whether runs of trainings are kept too.
     """
-    library()
-    from wandb_workspaces import expr
-
+    expr = library("wandb_workspaces.expr", "dashboards")
     kept: list[Any] = [expr.Metric("JobType").isin([JOB_TYPE, TRAIN_JOB_TYPE] if trainings else [JOB_TYPE])]
     if where.groups:
         kept.append(expr.Metric("Group").isin(list(where.groups)))

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from specdec_lab.cost import EVERY_NODE_PAYS
 from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.distill.learner import Learner
 from specdec_lab.errors import SpecdecError
-
-EVERY_NODE_PAYS = {1: 1.0, 512: 1.0}
-"""Milliseconds of a verify forward under which no tree is cut: what is measured must not hang on the clock."""
 
 
 def measure_on(

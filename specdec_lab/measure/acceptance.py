@@ -9,7 +9,6 @@ from statistics import mean
 from typing import Any
 
 import torch
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from specdec_lab.audit.enumeration import EnumeratedNoise, outcomes
 from specdec_lab.choices import Choices, SequenceRule
 from specdec_lab.noise import Chance, HashedNoise
-from specdec_lab.report.charts import STYLE
+from specdec_lab.report.charts import styled
 from specdec_lab.sampling import Processing, SamplingParams
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree, chain, root_only
@@ -143,7 +142,7 @@ def rejected_share(target_probs: Tensor, draft_probs: Tensor, text: Sequence[int
 
 def draw_identity(chains: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the share of rejected drafts against the total variation of both laws: they are one number."""
-    with rc_context(STYLE):  # type: ignore[arg-type]  # the stubs want each key as a literal
+    with styled():
         figure = Figure(figsize=(4.2, 4.0), layout="constrained")
         axes = figure.subplots()
         axes.plot([0, 1], [0, 1], color="#555555", linewidth=0.8)

@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from specdec_lab.report.charts import COLOURS, MARKS, STYLE
+from specdec_lab.report.charts import COLOURS, MARKS, styled
 
 
 def draw_projection(points: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw speed-up against batch size, a panel for each context length and a line for each strategy."""
     contexts = sorted({point["context_tokens"] for point in points})
     names = list(dict.fromkeys(point["strategy"] for point in points))
-    with rc_context(STYLE):  # type: ignore[arg-type]  # the stubs want each key as a literal
+    with styled():
         figure = Figure(figsize=(4.2 * len(contexts), 3.4), layout="constrained")
         panels = figure.subplots(1, len(contexts), sharey=True, squeeze=False)[0]
         for panel, context in zip(panels, contexts, strict=True):
@@ -41,7 +40,7 @@ def draw_projection(points: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def draw_predicted(points: Sequence[Mapping[str, Any]], path: Path, within: float) -> None:
     """Draw predicted against measured speed-ups, with the band in which a prediction counts as good."""
-    with rc_context(STYLE):  # type: ignore[arg-type]
+    with styled():
         figure = Figure(figsize=(4.6, 4.2), layout="constrained")
         axes = figure.subplots()
         values = [one[name] for one in points for name in ("predicted_speedup", "measured_speedup")]

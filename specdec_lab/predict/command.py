@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from specdec_lab.bench.benchmark import threads
 from specdec_lab.bench.command import SUCCESS, concluded, plain_config, run_job, say
-from specdec_lab.bench.console import result_console
+from specdec_lab.bench.console import plain_table, result_console
 from specdec_lab.bench.files import START_ANEW, storage, write_atomically
 from specdec_lab.bench.run import enough_memory
 from specdec_lab.compare.runs import Run
@@ -121,7 +120,7 @@ def _write(folder: Path, plan: PredictPlan, points: Sequence[Mapping[str, Any]])
 
 def here_table(points: Sequence[Mapping[str, Any]]) -> Table:
     """Return one line per strategy: predicted beside measured."""
-    table = _table("predicted and measured speed-up", "predicted from forwards that were timed apart from the run")
+    table = plain_table("predicted and measured speed-up", "predicted from forwards that were timed apart from the run")
     for name in ("strategy", "nodes", "tau", "predicted", "measured", "predicted / measured"):
         table.add_column(name, justify="left" if name == "strategy" else "right")
     for one in points:
@@ -142,7 +141,7 @@ def projection_table(points: Sequence[Mapping[str, Any]]) -> Table:
     caption = (
         "tok/s: of all rows together. break-even: tokens a round has to emit. K: best length if trees were chains."
     )
-    table = _table("projected", caption)
+    table = plain_table("projected", caption)
     for name in ("strategy", "context", "batch", "devices", "GB", "tok/s", "speed-up", "break-even", "K"):
         table.add_column(name, justify="left" if name == "strategy" else "right")
     for one in points:
@@ -158,7 +157,3 @@ def projection_table(points: Sequence[Mapping[str, Any]]) -> Table:
             "-" if one["best_chain_length"] is None else str(one["best_chain_length"]),
         )
     return table
-
-
-def _table(title: str, caption: str) -> Table:
-    return Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from specdec_lab.report.charts import COLOURS, MARKS, STYLE
+from specdec_lab.report.charts import COLOURS, MARKS, styled
 
 
 def draw_replay(strategies: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Draw acceptance by depth beside calibration: what strategies believed, and what was so."""
-    with rc_context(STYLE):  # type: ignore[arg-type]  # the stubs want each key as a literal
+    with styled():
         figure = Figure(figsize=(8.6, 3.6), layout="constrained")
         depth, belief = figure.subplots(1, 2)
         for at, (name, numbers) in enumerate(strategies.items()):

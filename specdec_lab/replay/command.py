@@ -13,19 +13,18 @@ from typing import Annotated, Any
 import torch
 from omegaconf import DictConfig
 from pydantic import BaseModel, ConfigDict, Field
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from specdec_lab.bench.benchmark import threads
 from specdec_lab.bench.command import SUCCESS, concluded, plain_config, run_job, say
-from specdec_lab.bench.console import progress, result_console
+from specdec_lab.bench.console import plain_table, progress, result_console
 from specdec_lab.bench.files import START_ANEW, storage, write_atomically
 from specdec_lab.bench.run import enough_memory
 from specdec_lab.bench.settings import BASELINE, choose_strategies
 from specdec_lab.compare.runs import read_named_run
 from specdec_lab.config import PositiveInt, Threads, demand, validate
-from specdec_lab.distill.measured import EVERY_NODE_PAYS
+from specdec_lab.cost import EVERY_NODE_PAYS
 from specdec_lab.errors import InputError
 from specdec_lab.replay.charts import draw_replay
 from specdec_lab.replay.recording import RECORDING, baseline_texts, read_recording, record, states_of
@@ -198,7 +197,7 @@ def replay_table(found: Mapping[str, Mapping[str, Any]], differ: Mapping[str, An
         f"At {differ['any_right'] or 0:.0%} of the positions at least one strategy has the next token; the best of all "
         f"at each position accepts {differ['best_of_all'] or 0:.2f} drafts."
     )
-    table = Table(title="replay", caption=together, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = plain_table("replay", together)
     for name in ("strategy", "positions", "nodes", "accepted", "first", "second", "third", "calibration error"):
         table.add_column(name, justify="left" if name == "strategy" else "right")
     for name, one in found.items():

@@ -10,6 +10,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from html import escape
 from typing import Any
 
@@ -54,6 +55,12 @@ HEAT_SPAN = 1.25
 """The heat map's colours reach at least from 1 / 1.25 to 1.25, so that small differences stay pale."""
 
 
+def styled(**more: Any) -> AbstractContextManager[None]:
+    """Return the context in which every picture of the lab is drawn, with more of matplotlib's parameters."""
+    style: Any = {**STYLE, **more}  # the stubs want each key as a literal
+    return rc_context(style)
+
+
 def drawn(chart: Chart, entries: Entries, name: str, title: str, description: str) -> str | None:
     """Return a chart as an SVG element that stands alone in a page, ``None`` where there is nothing to draw.
 
@@ -63,8 +70,7 @@ def drawn(chart: Chart, entries: Entries, name: str, title: str, description: st
         description: what it shows.
     """
     stream = io.StringIO()
-    style: Any = {**STYLE, "svg.hashsalt": name}  # the stubs want each key as a literal
-    with rc_context(style):
+    with styled(**{"svg.hashsalt": name}):
         figure = chart(entries)
         if figure is None:
             return None

@@ -14,26 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec_lab.errors import InputError, SpecdecError, one_line
+from specdec_lab.errors import InputError, one_line
+from specdec_lab.optional import library
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-class NoAdapterLibraryError(SpecdecError):
-    """``peft`` is not installed."""
-
-
-def library() -> Any:
-    """Return peft.
-
-    Raises:
-        NoAdapterLibraryError: it is not installed.
-    """
-    try:
-        import peft
-    except ImportError as error:
-        raise NoAdapterLibraryError("peft is missing; pip install 'specdec-lab[medusa2]'") from error
-    return peft
+def _peft() -> Any:
+    return library("peft", "medusa2")
 
 
 class Adapter(nn.Module):
@@ -50,7 +38,7 @@ class Adapter(nn.Module):
 
     def __init__(self, model: PreTrainedModel, rank: int, scale: float) -> None:
         super().__init__()
-        peft = library()
+        peft = _peft()
         config = peft.LoraConfig(r=rank, lora_alpha=scale * rank, target_modules="all-linear", lora_dropout=0.0)
         peft.inject_adapter_in_model(config, model)
         self._model, self._config = (model,), config
@@ -72,7 +60,7 @@ class Adapter(nn.Module):
     def save(self, folder: Path) -> None:
         """Write the changes as peft does: ``adapter_model.safetensors`` and ``adapter_config.json``."""
         folder.mkdir(parents=True, exist_ok=True)
-        state = library().get_peft_model_state_dict(self._model[0])
+        state = _peft().get_peft_model_state_dict(self._model[0])
         named = {f"base_model.model.{name}": weight.detach().cpu().contiguous() for name, weight in state.items()}
         save_file(named, folder / WEIGHTS)
         self._config.save_pretrained(str(folder))
@@ -120,7 +108,7 @@ def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     Raises:
         InputError: the adapter is damaged, or another model's.
     """
-    peft = library()
+    peft = _peft()
     try:
         wrapped = peft.PeftModel.from_pretrained(model, folder)
         _refuse_missing(peft.get_peft_model_state_dict(wrapped), load_file(Path(folder) / WEIGHTS))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from script_runs import run_script
 from strategies_at_hand import disturbed_copy
 
 from specdec_lab.audit.command import plan_audit
@@ -41,10 +40,8 @@ class CheatDrafter(Drafter):
 '''
 
 
-def run(folder: Path, *overrides: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{path}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "scripts" / "audit.py"), "hydra.run.dir=out", *overrides]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+def run(folder: Path, *overrides: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return run_script(folder, "audit.py", "hydra.run.dir=out", *overrides, path=path)
 
 
 SMALL = ("target=tiny", "cases=1", "prompts.limit=2", "max_new_tokens=10", "batch_size=2")
@@ -86,7 +83,7 @@ def test_a_wrong_strategy_of_ones_own_fails(tmp_path: Path):
     (own / "drafter").mkdir(parents=True)
     (own / "cheat.py").write_text(CHEAT)
     (own / "drafter" / "cheat.yaml").write_text("_target_: cheat.CheatDrafter\n")
-    done = run(tmp_path, "drafter=cheat", f"hydra.searchpath=[file://{own}]", *SMALL, path=str(own))
+    done = run(tmp_path, "drafter=cheat", f"hydra.searchpath=[file://{own}]", *SMALL, path=own)
     assert done.returncode == 3, done.stdout + done.stderr
     found = certificate(tmp_path, "cheat")
     assert found["verdict"] == "failed"
@@ -132,7 +129,7 @@ def test_a_strategy_that_raises_is_one_sentence(tmp_path: Path):
     (own / "drafter").mkdir(parents=True)
     (own / "cheat.py").write_text(CHEAT.replace("law = torch", "raise KeyError('oops')\n        law = torch"))
     (own / "drafter" / "cheat.yaml").write_text("_target_: cheat.CheatDrafter\n")
-    done = run(tmp_path, "drafter=cheat", f"hydra.searchpath=[file://{own}]", *SMALL, path=str(own))
+    done = run(tmp_path, "drafter=cheat", f"hydra.searchpath=[file://{own}]", *SMALL, path=own)
     assert done.returncode == 1
     assert "error: cheat: KeyError: 'oops' (SPECDEC_LAB_TRACEBACK=1 shows where)" in done.stderr
     assert "Traceback" not in done.stderr

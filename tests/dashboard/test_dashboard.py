@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from compared_runs import THREE, made_run
+from script_runs import run_script
 
 from specdec_lab.bench.columns import scalars
 from specdec_lab.bench.records import read_rows
@@ -107,9 +107,7 @@ def test_the_script_without_its_library_says_what_to_install(tmp_path: Path):
     broken = tmp_path / "wandb_workspaces"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise ImportError('not here')\n")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, str(ROOT / "scripts" / "publish_dashboard.py"), "--entity", "e"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = run_script(tmp_path, "publish_dashboard.py", "--entity", "e", path=tmp_path)
     assert done.returncode == 1
     assert "specdec-lab[dashboards]" in done.stderr
     assert "Traceback" not in done.stderr

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from compared_runs import BASELINE, QUICK, made_row, made_rows, made_run, write_run
+from script_runs import run_script
 
 from specdec_lab.bench.records import read_rows
 from specdec_lab.compare.spec_bench import spec_bench_numbers
@@ -70,11 +68,8 @@ def test_a_question_with_a_failed_turn_is_left_out_of_all_files():
 def test_the_command(tmp_path: Path):
     """A file for each strategy; a folder without a run is refused in one sentence."""
     write_run(tmp_path / "run", TWO, made_rows(TWO, prompts=3))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    words = [sys.executable, str(ROOT / "scripts" / "export.py"), "format=spec_bench", "hydra.run.dir=answers"]
     for run, code in (("run", 0), ("absent", 1)):
-        command = [*words, f"run={run}"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        done = run_script(tmp_path, "export.py", "format=spec_bench", "hydra.run.dir=answers", f"run={run}")
         assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stderr
     assert {path.name for path in (tmp_path / "answers").iterdir()} == {"autoregressive.jsonl", "ngram.jsonl"}

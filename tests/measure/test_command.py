@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from script_runs import run_script
 
 ROOT = Path(__file__).parents[2]
 
 
 def measure(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "scripts" / "measure.py"), "target=tiny", "threads=1", *overrides]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return run_script(folder, "measure.py", "target=tiny", "threads=1", *overrides)
 
 
 def figures_of(folder: Path, *parts: str) -> dict[str, Any]:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from compared_runs import BASELINE, THREE, made_run
 from hydra import compose, initialize_config_module
+from script_runs import run_script
 
 from specdec_lab.bench.command import plain_config
 from specdec_lab.errors import InputError
 from specdec_lab.predict.settings import PredictSettings, plan_prediction
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    command = [sys.executable, str(ROOT / "scripts" / script), *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
 
 
 def planned(*overrides: str):
@@ -40,7 +32,7 @@ def test_file_states_every_setting_with_its_default(tmp_path: Path):
 def test_elsewhere(tmp_path: Path):
     """Nothing is loaded; every strategy at every place, the same numbers in both files, and a picture."""
     made_run(tmp_path / "run", THREE)
-    done = run(
+    done = run_script(
         tmp_path, "predict.py", "run=run", "hardware=h200", "target=llama3_70b", "draft=llama3_1b",
         "batch_sizes=[1,8]", "contexts=[1024,4096]", "hydra.run.dir=out",
     )  # fmt: skip
@@ -57,9 +49,9 @@ def test_elsewhere(tmp_path: Path):
 def test_here(tmp_path: Path):
     """A real run of the tiny target, whose forwards are measured again."""
     words = ("target=tiny", "target.device=cpu", "strategies=[ngram]", "prompts.limit=2", "max_new_tokens=16")
-    done = run(tmp_path, "benchmark.py", *words, "hydra.run.dir=run")
+    done = run_script(tmp_path, "benchmark.py", *words, "hydra.run.dir=run")
     assert done.returncode == 0, done.stderr
-    done = run(tmp_path, "predict.py", "run=run", "hydra.run.dir=out")
+    done = run_script(tmp_path, "predict.py", "run=run", "hydra.run.dir=out")
     assert done.returncode == 0, done.stderr
     (one,) = json.loads((tmp_path / "out" / "prediction.json").read_text())["predictions"]
     assert one["strategy"] == "ngram"
@@ -95,7 +87,7 @@ def test_a_mistake_is_named(tmp_path: Path, overrides: list[str], sentence: str)
 def test_a_run_without_drafts_is_refused(tmp_path: Path):
     """Nothing to project."""
     made_run(tmp_path / "run", {"autoregressive": BASELINE})
-    done = run(tmp_path, "predict.py", "run=run", "hardware=h200", "target=llama3_8b", "hydra.run.dir=out")
+    done = run_script(tmp_path, "predict.py", "run=run", "hardware=h200", "target=llama3_8b", "hydra.run.dir=out")
     assert done.returncode == 1
     assert "none of its strategies drafted" in done.stderr
     assert "Traceback" not in done.stderr

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from script_runs import run_script
 
 from specdec_lab.replay.scoring import Replayed, calibration, disagreement, nodes_on_text, numbers
 from specdec_lab.tree import DraftTree, chain
@@ -80,12 +78,6 @@ def test_disagreement_by_hand():
     assert (found["any_right"], found["none_right"], found["best_of_all"]) == (0.75, 0.25, 1.5)
 
 
-def run(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    command = [sys.executable, str(ROOT / "scripts" / script), *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
-
-
 TINY = ("target=tiny", "target.device=cpu", "prompts.limit=3", "max_new_tokens=24", "hydra.run.dir=run")
 
 
@@ -98,13 +90,13 @@ def test_from_a_run_to_a_replay(tmp_path: Path):
     target.model.save_pretrained(tmp_path / "same")
     assert target.tokenizer is not None
     target.tokenizer.save_pretrained(tmp_path / "same")
-    done = run(tmp_path, "benchmark.py", *TINY, "strategies=[ngram]")
+    done = run_script(tmp_path, "benchmark.py", *TINY, "strategies=[ngram]")
     assert done.returncode == 0, done.stderr
-    done = run(tmp_path, "record.py", "run=run", "strategies=[ngram]", "hydra.run.dir=recording")
+    done = run_script(tmp_path, "record.py", "run=run", "strategies=[ngram]", "hydra.run.dir=recording")
     assert done.returncode == 0, done.stderr
     assert "4 texts" in done.stdout  # the first prompt has two turns
     words = ("recording=recording", "strategies=[ngram,recycling,draft_model]", "drafter.draft_model.model=same")
-    done = run(tmp_path, "replay.py", *words, "drafter.draft_model.k=3", "hydra.run.dir=out")
+    done = run_script(tmp_path, "replay.py", *words, "drafter.draft_model.k=3", "hydra.run.dir=out")
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "out" / "replay.json").read_text())
     found = document["strategies"]
@@ -118,15 +110,15 @@ def test_from_a_run_to_a_replay(tmp_path: Path):
         one["mean_accepted_drafts"] for one in found.values()
     ]
     assert "<svg" in (tmp_path / "out" / "replay.svg").read_text()
-    done = run(tmp_path, "replay.py", "recording=recording", "stride=3", "limit=2", "hydra.run.dir=all")
+    done = run_script(tmp_path, "replay.py", "recording=recording", "stride=3", "limit=2", "hydra.run.dir=all")
     assert done.returncode == 0, done.stderr  # every strategy whose needs are met, hybrid with its measured costs too
     found = json.loads((tmp_path / "all" / "replay.json").read_text())["strategies"]
     assert {"ngram", "lookahead", "recycling", "hybrid"} <= set(found)
     assert {one["positions"] for one in found.values()} == {sum(-(-(len(ids) - 1) // 3) for ids in answers[:2])}
-    done = run(tmp_path, "record.py", "run=run", "layers=[99]", "hydra.run.dir=recording", "overwrite=true")
+    done = run_script(tmp_path, "record.py", "run=run", "layers=[99]", "hydra.run.dir=recording", "overwrite=true")
     assert done.returncode == 1
     assert "layers=99" in done.stderr
-    done = run(tmp_path, "record.py", "run=run", "strategies=[ngram]", "hydra.run.dir=recording")
+    done = run_script(tmp_path, "record.py", "run=run", "strategies=[ngram]", "hydra.run.dir=recording")
     assert done.returncode == 1
     assert "overwrite=true" in done.stderr
     for words, sentence in (
@@ -134,7 +126,7 @@ def test_from_a_run_to_a_replay(tmp_path: Path):
         (("recording=recording", "strategies=[autoregressive]"), "name at least one that drafts"),
         ((), "recording=None"),
     ):
-        done = run(tmp_path, "replay.py", *words, "hydra.run.dir=other")
+        done = run_script(tmp_path, "replay.py", *words, "hydra.run.dir=other")
         assert done.returncode == 1
         assert sentence in done.stderr
         assert "Traceback" not in done.stderr

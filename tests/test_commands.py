@@ -148,6 +148,8 @@ def test_a_sweep_of_trainings_gives_each_a_process_and_outlives_a_failure(folder
     sweep = [*tiny(words), "features=online", "hydra.sweep.dir=sweep"]
     run(folder, [*sweep, "data.limit_tokens=20,60"])
     assert {path.parent.name for path in (folder / "sweep").glob("*/head")} == {"0", "1"}
+    processes = {path.name.split("_")[0] for path in (folder / "sweep" / ".submitit").glob("*/*_log.out")}
+    assert len(processes) == 2
     again = [*sweep, "hydra.sweep.dir=again", "data.limit_tokens=20,none"]
     done = subprocess.run(again, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr

@@ -27,7 +27,7 @@ from specdec_lab.audit.strategies import OUTCOMES, TOY_SAMPLING, TextCheck, comp
 from specdec_lab.bench.benchmark import threads
 from specdec_lab.bench.command import REFUSED, ROWS_FAILED, SUCCESS, JobFailedError, plain_config, say, say_error
 from specdec_lab.bench.console import progress, result_console
-from specdec_lab.bench.files import write_atomically
+from specdec_lab.bench.files import START_ANEW, storage, write_atomically
 from specdec_lab.bench.prompts import PromptSet, load_prompts
 from specdec_lab.bench.run import enough_memory, render
 from specdec_lab.bench.settings import TypicalSettings
@@ -286,7 +286,8 @@ def audit_job(config: DictConfig) -> None:
         try:
             found = audit(plan_audit(plain_config(config), str(name)), err)
             path = folder / f"{found['strategy']}.{found['acceptance']}.{CERTIFICATE}"
-            write_atomically(path, json.dumps(found, indent=2) + "\n")
+            with storage(folder, START_ANEW):
+                write_atomically(path, json.dumps(found, indent=2) + "\n")
         except KeyboardInterrupt:
             say(err, "interrupted; an audit keeps nothing of what it has proved so far")
             raise

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from specdec_lab.bench.benchmark import check_run, run_benchmark
 from specdec_lab.bench.console import result_console
-from specdec_lab.bench.files import CONFIG, REPORT, SUMMARY
+from specdec_lab.bench.files import CONFIG, GO_ON, REPORT, SUMMARY
 from specdec_lab.bench.processes import Launch, joined
 from specdec_lab.bench.settings import BASELINE, plan_run
 from specdec_lab.errors import InputError, SpecdecError, one_line
@@ -122,7 +122,7 @@ def _run_to(folder: Path, launch: Launch, config: DictConfig, out: Console, err:
         from specdec_lab.compare.comparison import compare  # not needed before, and they take a second to import
         from specdec_lab.compare.files import write_comparison
 
-        write_comparison(folder, compare([folder]))
+        write_comparison(folder, compare([folder]), GO_ON, "hydra.run.dir")
     except KeyboardInterrupt:
         say(err, f"interrupted; what was computed is kept, go on with: hydra.run.dir='{folder}' resume=true")
         raise

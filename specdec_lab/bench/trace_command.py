@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from hydra.utils import get_original_cwd
 from omegaconf import DictConfig
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
@@ -16,7 +14,7 @@ from rich.console import Console
 from specdec_lab.bench import metrics
 from specdec_lab.bench.benchmark import threads
 from specdec_lab.bench.columns import scalars
-from specdec_lab.bench.command import REFUSED, plain_config, say, say_error
+from specdec_lab.bench.command import SUCCESS, concluded, plain_config, run_job, say
 from specdec_lab.bench.prompts import Prompt, PromptSet
 from specdec_lab.bench.records import RowKey, make_row
 from specdec_lab.bench.run import enough_memory, render
@@ -24,7 +22,7 @@ from specdec_lab.bench.settings import RunPlan, plan_run
 from specdec_lab.bench.trace_view import PAGE_WIDTH, Trace, render_trace, write_html
 from specdec_lab.config import PositiveInt, suggest, validate
 from specdec_lab.decode import Request, speculative_decode
-from specdec_lab.errors import InputError, SpecdecError, listed, one_line
+from specdec_lab.errors import InputError, SpecdecError, listed
 
 TOTALS = (
     "output_tokens",
@@ -152,23 +150,19 @@ def _trace(plan: TracePlan) -> Trace:
 
 
 def trace_job(config: DictConfig) -> None:
-    """Trace one answer inside Hydra; paths are relative to the folder of the launch.
+    """Trace one answer inside Hydra; see ``specdec_lab.bench.command.run_job``."""
+    run_job(config, lambda config, _: concluded(lambda: _run(plain_config(config)), Console(stderr=True)))
 
-    Raises:
-        SystemExit: something was refused; it has been said in one sentence.
-    """
-    out, err = Console(), Console(stderr=True)
+
+def _run(config: Mapping[str, Any]) -> int:
+    out = Console()
     if not out.is_terminal:
         out.width = PAGE_WIDTH
     coloured = out.color_system is not None and not out.no_color
-    with chdir(get_original_cwd()):
-        try:
-            plan = plan_trace(plain_config(config))
-            trace = trace_answer(plan)
-            out.print(render_trace(trace, coloured=coloured, round_number=plan.settings.round), crop=False)
-            if plan.settings.html is not None:
-                write_html(trace, Path(plan.settings.html), plan.settings.round)
-                say(out, f"page: {plan.settings.html}")
-        except (SpecdecError, OSError) as error:
-            say_error(err, str(error) if isinstance(error, SpecdecError) else one_line(error))
-            raise SystemExit(REFUSED) from None
+    plan = plan_trace(config)
+    trace = trace_answer(plan)
+    out.print(render_trace(trace, coloured=coloured, round_number=plan.settings.round), crop=False)
+    if plan.settings.html is not None:
+        write_html(trace, Path(plan.settings.html), plan.settings.round)
+        say(out, f"page: {plan.settings.html}")
+    return SUCCESS

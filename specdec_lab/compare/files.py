@@ -25,8 +25,11 @@ def check_out(folder: Path, *, overwrite: bool) -> None:
         raise InputError("--out", str(folder), f"it holds {held[0]}; add --overwrite or give another folder")
 
 
-def write_comparison(folder: Path, comparison: Comparison) -> None:
+def write_comparison(folder: Path, comparison: Comparison, remedy: str = START_ANEW, option: str = "--out") -> None:
     """Write ``comparison.json``, ``comparison.csv`` and ``report.html``, each complete or not at all.
+
+    Args:
+        remedy: see ``specdec_lab.bench.files.storage``, as ``option``.
 
     Raises:
         StorageError: they cannot be written.
@@ -34,7 +37,7 @@ def write_comparison(folder: Path, comparison: Comparison) -> None:
     document = comparison.document()
     text = json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     report = report_html(json.loads(text))
-    with storage(folder, START_ANEW, "--out"):
+    with storage(folder, remedy, option):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / COMPARISON, text)
         write_atomically(folder / COMPARISON_TABLE, comparison_csv(comparison))

@@ -1,4 +1,4 @@
-"""What a head is trained on: texts with the target's own tokens marked, and the labels that a head predicts there."""
+"""What a head is trained on: texts with those tokens marked that serve as labels, and what is predicted where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Example:
     Attributes:
         key: where it comes from, unique within its data: ``question_id/turn/sample``.
         ids: the rendered conversation, ``[tokens]``.
-        supervised: per token, whether the target wrote it, so that it may serve as a label, ``[tokens]``.
+        supervised: per token, whether it serves as a label: the target wrote it, or prompts are learnt too,
+            ``[tokens]``.
     """
 
     key: str
@@ -60,7 +61,7 @@ class Batch:
     def labels_at(self, offset: int) -> tuple[Tensor, Tensor]:
         """Return what is to be predicted at each position, ``offset`` tokens further on, and where that is a label.
 
-        The mark moves with the label: position *t* counts when token *t + offset* is the target's own, so that the
+        The mark moves with the label: position *t* counts when token *t + offset* is marked, so that the
         first token of a reply is learnt from the end of the prompt, and nothing is learnt past the end.
 
         Returns:

@@ -438,19 +438,32 @@ def _named(example: Example, source: int, raw: RawData) -> Example:
     return replace(example, key=f"{source}:{example.key}")
 
 
-def with_prompts_learnt(examples: Sequence[Example]) -> list[Example]:
-    """Mark the tokens of prompts as labels too, except the first ones that all texts share: the template's.
+def with_prompts_learnt(examples: Sequence[Example], opening: Sequence[int]) -> list[Example]:
+    """Mark the tokens of prompts as labels too, except those that the template opens every text with.
 
     The target has a law after every token, whoever wrote it, and the forwards that make it for the answers make it for
     the prompts. Heads are measured and their vocabularies chosen by the answers alone.
+
+    Args:
+        opening: see ``template_opening``.
     """
-    texts = [example.ids for example in examples]
-    pairs = zip(min(texts), max(texts), strict=False)  # what the first and the last in order share, all share
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return [
-        replace(example, supervised=tuple(mark or at >= shared for at, mark in enumerate(example.supervised)))
-        for example in examples
-    ]
+    found: list[Example] = []
+    for example in examples:
+        first = max(1, shared_length(example.ids, opening))  # nothing can foresee the first token
+        marks = tuple(mark or at >= first for at, mark in enumerate(example.supervised))
+        found.append(replace(example, supervised=marks))
+    return found
+
+
+def template_opening(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids that a conversation begins with, whatever its first message says."""
+    one, other = (render_chat(tokenizer, [{"role": "user", "content": text}]) for text in ("one", "2"))
+    return one[: shared_length(one, other)]
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many first ids two texts have in common."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 # --- which of them ----------------------------------------------------------------------------------------------------

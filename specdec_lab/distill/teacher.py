@@ -14,7 +14,7 @@ from specdec_lab.heads.vocabulary import DraftVocabulary
 class Teacher:
     """The target's law for every supervised token of a batch, made once for all depths.
 
-    Only positions whose next token is the target's own go through the output layer.
+    Only positions whose next token is marked as a label go through the output layer.
 
     Args:
         batch: with the target's last hidden states, layer -1.

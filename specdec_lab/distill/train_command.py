@@ -32,7 +32,14 @@ from specdec_lab.bench.run import enough_memory
 from specdec_lab.chat import render_chat
 from specdec_lab.config import check_arguments, locate, validate
 from specdec_lab.distill.batch import Example
-from specdec_lab.distill.conversations import DataSettings, RawData, build_examples, read_data, with_prompts_learnt
+from specdec_lab.distill.conversations import (
+    DataSettings,
+    RawData,
+    build_examples,
+    read_data,
+    template_opening,
+    with_prompts_learnt,
+)
 from specdec_lab.distill.feature_cache import prepare_cache
 from specdec_lab.distill.features import CachedFeatures, FeatureSource, OnlineFeatures
 from specdec_lab.distill.fingerprints import template_sha256, tokenizer_fingerprint
@@ -176,17 +183,20 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
             say(err, f"no text is validated on (data.validation_share={share} chose none), so no accuracy is measured")
         learner, origin = make_learner(job, target, data.training)
         source = make_source(settings, learner, [*data.training, *data.validation], err)
+        training = data.training
+        if job.data.learn_prompts:
+            training = with_prompts_learnt(training, template_opening(target.tokenizer))
         run_preflight(
             learner,
-            data.training,
+            training,
             source,
             PreflightSettings(batch_size=settings.batch_size, min_coverage=settings.min_coverage),
             lambda line: say(err, line),
             data=Rendering(data.report.tokenizer_sha256, data.report.chat_template_sha256),
             target=Rendering(tokenizer_fingerprint(target.tokenizer), template_sha256(target.tokenizer)),
         )
-        training = with_prompts_learnt(data.training) if job.data.learn_prompts else data.training
-        identity = {name: {**job.config[name]} for name in ("head", "target")}
+        identity: dict[str, Any] = {name: {**job.config[name]} for name in ("head", "target")}
+        identity["learn_prompts"] = job.data.learn_prompts
         identity["target"].pop("device", None)
         stated = {"data": data.report.record(), "target": stated_target(job, target)}
         with tracked(job.tracking if main else None, learner.kind, job.config, folder) as tracker:

@@ -107,9 +107,9 @@ def load_optimizer_tensors(
     """Put a checkpoint's tensors into an optimizer."""
     for name, parameter in parameters.items():
         own = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
-        # a moment lies where its parameter does; the count of steps stays on the CPU
-        optimizer.state[parameter] = {
-            field: value if field == "step" else _shared_like(value, parameter.detach()) for field, value in own.items()
+        optimizer.state[parameter] = {  # all lie where the parameter does: a fused step counts there too
+            field: value.to(parameter.device) if field == "step" else _shared_like(value, parameter.detach())
+            for field, value in own.items()
         }
 
 

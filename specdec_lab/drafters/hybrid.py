@@ -156,8 +156,8 @@ def path_texts(tree: DraftTree) -> list[tuple[int, ...]]:
 class _Yield:
     """How often a strategy's drafts of one sequence were right, by depth and by place there, and what it believed."""
 
-    offered: Counter[int | tuple[int, int]] = field(default_factory=Counter)
-    right: Counter[int | tuple[int, int]] = field(default_factory=Counter)
+    offered: Counter[int | tuple[int, int, int]] = field(default_factory=Counter)
+    right: Counter[int | tuple[int, int, int]] = field(default_factory=Counter)
     believed: float = 0.0
     surely: float = 0.0
 
@@ -172,9 +172,9 @@ class _Yield:
             width: how many drafts there are at that depth.
         """
         at_depth = self._share(depth, PRIOR_ACCEPTED**depth)
-        return self._share((depth, place), at_depth / width)
+        return self._share((depth, place, width), at_depth / width)
 
-    def _share(self, what: int | tuple[int, int], prior: float) -> float:
+    def _share(self, what: int | tuple[int, int, int], prior: float) -> float:
         return (self.right[what] + PRIOR_ROUNDS * prior) / (self.offered[what] + PRIOR_ROUNDS)
 
     def values(self, tree: DraftTree) -> list[float]:
@@ -182,8 +182,7 @@ class _Yield:
         if tree.confidence is not None:
             correction = (self.surely + PRIOR_ROUNDS / 2) / (self.believed + PRIOR_ROUNDS / 2)
             return [min(1.0, value * correction) for value in tree.confidence]
-        widths = Counter(tree.depths)
-        return [self.joint(*place, widths[place[0]]) if place[0] else 1.0 for place in places(tree)]
+        return [self.joint(*place) if place[0] else 1.0 for place in places(tree)]
 
     def learn(self, tree: DraftTree, text: Sequence[int]) -> None:
         """Compare a tree with the tokens that came."""
@@ -196,22 +195,26 @@ class _Yield:
         for depth in range(1, min(tree.depth, len(text)) + 1):  # deeper, nobody knows what would have come
             self.offered[depth] += 1
             self.right[depth] += depth < len(path)
-        for node, place in enumerate(places(tree)):
-            if 0 < place[0] <= len(text):
-                self.offered[place] += 1
-                self.right[place] += node in path
-        if tree.confidence is not None:
+        if tree.confidence is None:
+            for node, place in enumerate(places(tree)):
+                if 0 < place[0] <= len(text):
+                    self.offered[place] += 1
+                    self.right[place] += node in path
+        else:
             known = [at for at in range(1, len(tree)) if tree.depths[at] <= len(text)]
             self.believed += sum(tree.confidence[at] for at in known)
             self.surely += len(path) - 1
 
 
-def places(tree: DraftTree) -> list[tuple[int, int]]:
-    """Return each node's depth and how many nodes of that depth stand before it, ``[nodes]``."""
-    seen: Counter[int] = Counter()
-    found: list[tuple[int, int]] = []
+def places(tree: DraftTree) -> list[tuple[int, int, int]]:
+    """Return each node's depth, how many nodes of that depth stand before it, and how many there are, ``[nodes]``.
+
+    The number belongs to the place: a strategy that has fewer guesses than usual fills their places with others.
+    """
+    widths, seen = Counter(tree.depths), Counter[int]()
+    found: list[tuple[int, int, int]] = []
     for depth in tree.depths:
-        found.append((depth, seen[depth]))
+        found.append((depth, seen[depth], widths[depth]))
         seen[depth] += 1
     return found
 

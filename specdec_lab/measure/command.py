@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import chdir
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_original_cwd
 from omegaconf import DictConfig
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 
-from specdec_lab.bench.command import REFUSED, plain_config, say_error
+from specdec_lab.bench.command import SUCCESS, concluded, plain_config, run_job
 from specdec_lab.bench.console import progress, result_console
+from specdec_lab.bench.files import START_ANEW, storage, write_atomically
 from specdec_lab.bench.prompts import load_prompts
 from specdec_lab.bench.run import render
 from specdec_lab.config import PositiveInt, Threads, check_arguments, validate
@@ -27,7 +25,6 @@ from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.base import Drafter
 from specdec_lab.drafters.lookahead import LookaheadDrafter
 from specdec_lab.drafters.ngram import NgramDrafter
-from specdec_lab.errors import SpecdecError
 from specdec_lab.measure.acceptance import acceptance_table, draw_identity, measure_acceptance
 from specdec_lab.measure.alternate import Sample, alternate, ratio, spread
 from specdec_lab.measure.attention import attention_table, measure_attention
@@ -102,31 +99,27 @@ class Bench:
 
 
 def measure_job(config: DictConfig) -> None:
-    """Run the chosen parts inside Hydra.
+    """Run the chosen parts inside Hydra; see ``specdec_lab.bench.command.run_job``."""
+    run_job(config, lambda config, folder: concluded(lambda: _run(plain_config(config), folder), Console(stderr=True)))
 
-    Raises:
-        SystemExit: something was refused; it has been said in one sentence.
-    """
+
+def _run(config: Mapping[str, Any], folder: Path) -> int:
     console = result_console()
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    with chdir(get_original_cwd()):
-        try:
-            bench = _set_up(plain_config(config), console)
-            for part in bench.settings.parts:
-                table, figures = PARTS[part](bench)
-                console.print(table)
-                record = {
-                    "machine": machine(),
-                    "versions": package_versions(),
-                    "settings": bench.settings.model_dump(),
-                    **bench.source,
-                }
-                (folder / f"{part}.json").write_text(json.dumps({**record, "figures": figures}, indent=2) + "\n")
-                if part in PICTURES:
-                    PICTURES[part](figures, folder / f"{part}.svg")
-        except SpecdecError as error:
-            say_error(Console(stderr=True), str(error))
-            raise SystemExit(REFUSED) from None
+    bench = _set_up(config, console)
+    for part in bench.settings.parts:
+        table, figures = PARTS[part](bench)
+        console.print(table)
+        record = {
+            "machine": machine(),
+            "versions": package_versions(),
+            "settings": bench.settings.model_dump(),
+            **bench.source,
+        }
+        with storage(folder, START_ANEW):
+            write_atomically(folder / f"{part}.json", json.dumps({**record, "figures": figures}, indent=2) + "\n")
+            if part in PICTURES:
+                PICTURES[part](figures, folder / f"{part}.svg")
+    return SUCCESS
 
 
 def _set_up(config: Mapping[str, Any], console: Console) -> Bench:

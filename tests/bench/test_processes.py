@@ -13,7 +13,7 @@ import pytest
 from compared_runs import THREE, made_rows
 
 from specdec_lab.bench.files import part_name
-from specdec_lab.bench.processes import Launch, check_enough_prompts, merge_rows, split_rows
+from specdec_lab.bench.processes import Launch, check_enough_prompts, joined, merge_rows, split_rows
 from specdec_lab.bench.prompts import Prompt, PromptSet
 from specdec_lab.bench.records import read_rows, write_rows
 from specdec_lab.errors import InputError
@@ -78,6 +78,18 @@ def test_more_processes_than_prompts_are_refused():
     check_enough_prompts(Launch(0, 2), plan_of(2))
     with pytest.raises(InputError, match=r"--num_processes=3: there are 2 prompts"):
         check_enough_prompts(Launch(0, 3), plan_of(2))
+
+
+def test_processes_that_share_a_model_are_told_from_those_that_share_prompts(monkeypatch: pytest.MonkeyPatch):
+    """Each decodes everything, and the first alone speaks; a process alone shares nothing."""
+    with joined(on_cpu=True, share_model=True) as launch:
+        assert launch == Launch()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with joined(on_cpu=True, share_model=True) as launch:
+            assert launch == Launch(int(rank), 1, one_model=True)
+            assert launch.main == (rank == "0")
 
 
 def launched(folder: Path, processes: int, *overrides: str) -> subprocess.CompletedProcess[str]:

@@ -25,6 +25,7 @@ from specdec_lab.distill.conversations import (
     examples_from_responses,
     load_examples,
     read_data,
+    template_opening,
     with_prompts_learnt,
     without_doubles,
 )
@@ -331,13 +332,22 @@ def test_equal_texts_with_other_marks_are_two():
     assert {one.key for _, one in kept} == {"a", "b"}
 
 
-def test_prompts_can_be_learnt_too_but_not_what_the_template_says_in_every_text():
+def test_prompts_can_be_learnt_too_but_not_what_the_template_opens_every_text_with():
     first = Example("a", (1, 7, 7, 4, 5, 6), (False, False, False, False, True, True))
-    second = Example("b", (1, 7, 7, 8, 9), (False, False, False, False, True))
-    marks = [example.supervised for example in with_prompts_learnt([first, second])]
-    assert marks == [(False,) * 3 + (True,) * 3, (False,) * 3 + (True,) * 2]
+    other_system = Example("b", (1, 8, 8, 9), (False, False, False, True))
+    marks = [example.supervised for example in with_prompts_learnt([first, other_system], (1, 7, 7))]
+    assert marks == [(False,) * 3 + (True,) * 3, (False,) + (True,) * 3]
+    assert with_prompts_learnt([first], ())[0].supervised == (False,) + (True,) * 5  # the first has nothing before it
     assert first.labels == 2  # the examples themselves, which vocabulary and validation are made of, stay as they are
-    assert with_prompts_learnt([first]) == [first]  # one text alone shares all of itself, and keeps its answer
+
+
+def test_the_opening_of_a_template_is_what_all_texts_share():
+    opening = template_opening(TOKENIZER)
+    assert opening[0] == BOS
+    for text in ("the one", "another"):
+        assert render_chat(TOKENIZER, [{"role": "user", "content": text}])[: len(opening)] == opening
+    whole = render_chat(TOKENIZER, [{"role": "user", "content": "one"}])
+    assert len(opening) < len(whole)
 
 
 def test_leaks_are_refused_or_left_out_with_their_answers(run: Path):

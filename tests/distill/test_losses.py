@@ -77,6 +77,33 @@ def test_laws_that_do_not_meet_stay_finite():
         assert apart[1].grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 5, 8])
+def test_cross_entropy_in_pieces_is_that_of_autograd(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int):
+    """A wrong piece, or a gradient that does not know how much each row counts."""
+    monkeypatch.setattr(losses, "CACHED_NUMBERS", 3 * 6)  # three rows of six ids at once
+    teacher, logits = torch.randn(rows, 6).softmax(dim=-1), torch.randn(rows, 6).to(dtype)
+    counts = torch.rand(rows)
+    found, expected = (logits.clone().requires_grad_() for _ in range(2))
+    value = losses.cross_entropy(teacher, found)
+    plain = -(teacher * expected.float().log_softmax(dim=-1)).sum(dim=-1)
+    torch.testing.assert_close(value, plain)
+    (value * counts).sum().backward()
+    (plain * counts).sum().backward()
+    exact = {"atol": 1e-6, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 1e-3, "rtol": 1e-2}
+    torch.testing.assert_close(found.grad, expected.grad, **exact)
+    with torch.no_grad():
+        torch.testing.assert_close(losses.cross_entropy(teacher, logits), plain.detach())
+
+
+def test_cross_entropy_of_nothing_on_another_device():
+    """TD-09: a process without labels keeps step with the others, on whatever device."""
+    teacher, logits = torch.empty(0, 4, device="meta"), torch.empty(0, 4, device="meta", requires_grad=True)
+    losses.cross_entropy(teacher, logits).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.shape == (0, 4)
+
+
 def test_smooth_l1_worked_by_hand():
     predicted, true = torch.tensor([[0.5, 3.0]]), torch.tensor([[0.0, 0.0]])
     assert losses.smooth_l1(predicted, true).item() == pytest.approx((0.5 * 0.25 + 2.5) / 2)

@@ -179,7 +179,7 @@ def test_a_training_leaves_a_head_and_its_history(command, data: Path):
 
 
 def test_prompts_are_learnt_on_request(command, data: Path):
-    """The vocabulary still comes from the answers, the marks reported are theirs, and the labels are more."""
+    """The same texts have more labels, the checks before the first step see them, and the head states it."""
     texts, heads = {}, {}
     for learn in ("false", "true"):
         code, _, texts[learn] = command(f"data.learn_prompts={learn}", "epochs=1", "overwrite=true")
@@ -188,7 +188,11 @@ def test_prompts_are_learnt_on_request(command, data: Path):
     assert heads["true"]["trained_on"]["labels"] > heads["false"]["trained_on"]["labels"]
     assert heads["true"]["trained_on"]["tokens"] == heads["false"]["trained_on"]["tokens"]
     marks = [next(line for line in text.splitlines() if line.startswith("marks: ")) for text in texts.values()]
-    assert marks[0] == marks[1]
+    assert marks[0] != marks[1]
+    assert [facts["training"]["learn_prompts"] for facts in heads.values()] == [False, True]
+    code, _, err = command("data.learn_prompts=false", "epochs=1", "resume=true")
+    assert code == 1
+    assert "learn_prompts" in err
 
 
 def test_mistakes_are_one_sentence(command, data: Path):
@@ -264,8 +268,8 @@ def test_a_training_begins_where_another_ended(command, data: Path):
     assert code == 0, err
     first = next(row["loss"] for row in rows_of(data / "next") if row["kind"] == "train")
     assert first == pytest.approx(ended[-1], rel=0.01)
-    block = json.loads((data / "next" / "head" / "config.json").read_text())["specdec_lab"]["facts"]
-    assert block["facts"]["started_from"]["optimizer_steps"] > 0
+    facts = json.loads((data / "next" / "head" / "config.json").read_text())["specdec_lab"]["facts"]
+    assert facts["started_from"]["optimizer_steps"] > 0
     code, _, err = command("start=nowhere", "hydra.run.dir=other")
     assert code == 1
     assert "start='nowhere'" in err

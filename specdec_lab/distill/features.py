@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdec_lab.distill.batch import Batch, Example, collate
@@ -55,7 +54,7 @@ class OnlineFeatures:
 
 
 class CachedFeatures:
-    """Reads what ``feature_cache.prepare_cache`` wrote; shards are mapped into memory when they are first needed.
+    """Reads what ``feature_cache.prepare_cache`` wrote; a shard is read when it is first needed.
 
     Args:
         folder: of the cache.
@@ -111,7 +110,9 @@ class CachedFeatures:
         if file not in self._shards:
             path = self.folder / file
             try:
-                self._shards[file] = load_file(path)
+                with safe_open(path, framework="pt") as held:  # a head needs few of the layers that a cache has for all
+                    names = map(layer_name, self.layers)
+                    self._shards[file] = {name: held.get_tensor(name) for name in names}
             except (OSError, SafetensorError) as error:
                 remedy = f"this shard cannot be read ({one_line(error)}); write the cache again"
                 raise InputError("features", str(path), remedy) from error

@@ -84,7 +84,7 @@ def _run(config: DictConfig, own_folder: Path) -> int:
 
     def work() -> int:
         with joined(
-            OmegaConf.select(config, "target.device") == "cpu",
+            OmegaConf.select(config, "target.device"),
             share_model=OmegaConf.select(config, "target.tp_plan") is not None,
             sweep=HydraConfig.get().mode is RunMode.MULTIRUN,
         ) as launch:

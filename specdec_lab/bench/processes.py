@@ -14,6 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specdec_lab.bench.files import MOST_PROCESSES, REQUESTS, part_name
 from specdec_lab.bench.records import RowKey, key_of, read_rows, write_rows
 from specdec_lab.bench.settings import RunPlan
@@ -89,15 +91,16 @@ class Launch:
 
 
 @contextmanager
-def joined(on_cpu: bool, *, share_model: bool = False, sweep: bool = False) -> Iterator[Launch]:
+def joined(device: object, *, share_model: bool = False, sweep: bool = False) -> Iterator[Launch]:
     """Join the other processes of the launch, if the environment says that there are any.
 
     Args:
+        device: of the target, as the settings name it.
         share_model: whether the target is spread over them, so that all have to run the same forwards.
         sweep: whether this is a job of a sweep.
 
     Raises:
-        InputError: there are too many, or a sweep.
+        InputError: there are too many, or a sweep, or they do not find each other.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
@@ -113,11 +116,32 @@ def joined(on_cpu: bool, *, share_model: bool = False, sweep: bool = False) -> I
         raise InputError("--num_processes", count, f"a run folder has room for {MOST_PROCESSES}; start fewer")
     from accelerate import PartialState
 
-    state = PartialState(cpu=on_cpu, timeout=PATIENCE)
+    state = PartialState(cpu=on_cpu(device), timeout=PATIENCE)
     try:
+        check_all_joined(state.num_processes)
         yield Launch(state.process_index, state.num_processes)
     finally:
         state.destroy_process_group()
+
+
+def on_cpu(device: object) -> bool:
+    """Return whether a target's ``device`` setting means the CPU here; accelerate has to be told before it joins."""
+    return device == "cpu" or (device in (None, "auto") and not torch.cuda.is_available())
+
+
+def check_all_joined(found: int) -> None:
+    """Refuse a launch whose processes work alone: each would do everything, and write over the others.
+
+    Args:
+        found: processes that accelerate has joined.
+
+    Raises:
+        InputError: the launcher started another number.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if found != started:
+        remedy = f"accelerate joined {found} of them; give a configuration of conf/accelerate/ that suits the device"
+        raise InputError("--num_processes", started, remedy)
 
 
 def check_enough_prompts(launch: Launch, plan: RunPlan) -> None:

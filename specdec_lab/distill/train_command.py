@@ -27,6 +27,7 @@ from specdec_lab.bench.command import (
     say,
 )
 from specdec_lab.bench.files import CONFIG, storage, write_atomically
+from specdec_lab.bench.processes import check_all_joined, on_cpu
 from specdec_lab.bench.prompts import load_prompts
 from specdec_lab.bench.run import enough_memory
 from specdec_lab.chat import render_chat
@@ -123,7 +124,7 @@ def plan_training(config: Mapping[str, Any]) -> TrainJob:
 
 def _run(config: DictConfig, own_folder: Path) -> int:
     """Train, and return the exit code; the main process alone says anything."""
-    processes = PartialState(cpu=OmegaConf.select(config, "target.device") == "cpu")
+    processes = PartialState(cpu=on_cpu(OmegaConf.select(config, "target.device")))
     quiet = not processes.is_main_process
     out, err = Console(quiet=quiet), Console(stderr=True, quiet=quiet)
     folder = Path(broadcast_object_list([str(own_folder)])[0])
@@ -137,6 +138,7 @@ def _run(config: DictConfig, own_folder: Path) -> int:
 
 
 def _run_in(folder: Path, processes: PartialState, config: Mapping[str, Any], out: Console, err: Console) -> int:
+    check_all_joined(processes.num_processes)
     job = plan_training(config)
     check_run_folder(folder, resume=job.settings.resume, overwrite=job.settings.overwrite)
     raw = read_data(job.data)

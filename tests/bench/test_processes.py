@@ -13,7 +13,15 @@ import pytest
 from compared_runs import THREE, made_rows
 
 from specdec_lab.bench.files import part_name
-from specdec_lab.bench.processes import Launch, check_enough_prompts, joined, merge_rows, split_rows
+from specdec_lab.bench.processes import (
+    Launch,
+    check_all_joined,
+    check_enough_prompts,
+    joined,
+    merge_rows,
+    on_cpu,
+    split_rows,
+)
 from specdec_lab.bench.prompts import Prompt, PromptSet
 from specdec_lab.bench.records import read_rows, write_rows
 from specdec_lab.errors import InputError
@@ -82,18 +90,34 @@ def test_more_processes_than_prompts_are_refused():
 
 def test_processes_that_share_a_model_are_told_from_those_that_share_prompts(monkeypatch: pytest.MonkeyPatch):
     """Each decodes everything, and the first alone speaks; a process alone shares nothing."""
-    with joined(on_cpu=True, share_model=True) as launch:
+    with joined("cpu", share_model=True) as launch:
         assert launch == Launch()
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        with joined(on_cpu=True, share_model=True) as launch:
+        with joined("cpu", share_model=True) as launch:
             assert launch == Launch(int(rank), 1, one_model=True)
             assert launch.main == (rank == "0")
 
 
+def test_processes_that_do_not_find_each_other_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Each would decode everything, and they would write over each other."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_all_joined(2)
+    with pytest.raises(InputError, match=r"--num_processes=2: accelerate joined 1 of them"):
+        check_all_joined(1)
+
+
+def test_the_device_is_known_before_anything_is_joined(monkeypatch: pytest.MonkeyPatch):
+    """On a machine without a GPU, ``auto`` is the CPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert [on_cpu(device) for device in ("auto", None, "cpu", "cuda", "cuda:1")] == [True, True, True, False, False]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert [on_cpu(device) for device in ("auto", "cpu")] == [False, True]
+
+
 def launched(folder: Path, processes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
-    script = [str(ROOT / "scripts" / "benchmark.py"), "target=tiny", "target.device=cpu", "strategies=[ngram]"]
+    script = [str(ROOT / "scripts" / "benchmark.py"), "target=tiny", "strategies=[ngram]"]
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     launcher += ["--config_file", str(ROOT / "conf/accelerate/cpu2.yaml"), "--num_processes", str(processes)]
     command = [*(launcher if processes > 1 else [sys.executable]), *script, *overrides]

@@ -291,7 +291,8 @@ def test_two_processes_share_one_folder(data: Path):
         str(ROOT / "conf/accelerate/cpu2.yaml"),
     ]
     done = subprocess.run(
-        [*launch, str(SCRIPT), *TINY, folder, "batch_size=2", "tracking=wandb", "tracking.mode=offline"],
+        [*launch, str(SCRIPT), *TINY, "target.device=auto", folder, "batch_size=2", "tracking=wandb",
+         "tracking.mode=offline"],
         cwd=data, env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_names import without_addresses
 from oracles import check_greedy_identity, check_law, decode, naive_answers
 from strategies_at_hand import Make, maker
 from torch import Tensor
@@ -108,7 +109,7 @@ def test_greedy_texts_under_processors_are_those_of_generate(
         {"temperature": 0.9, "repetition_penalty": 1.3, "min_new_tokens": 5},
         {"temperature": 1.0, "bad_words": ((3,), (20, 21)), "logits_processors": (no_token_twice_in_a_row,)},
     ],
-    ids=str,
+    ids=without_addresses,
 )
 def test_sampled_texts_are_those_of_the_baseline(make_drafter: Make, settings: dict[str, Any], tiny_target: GetTarget):
     """Guards SP-02 and SP-04: with one seed the text is the baseline's, token for token, in any batch."""

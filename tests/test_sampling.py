@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from case_names import without_addresses
 from oracles import check_law
 from scipy import stats
 from torch import Tensor
@@ -405,7 +406,7 @@ def test_law_tables_are_what_they_say():
         ({"logits_processors": Ban4()}, r"sampling\.logits_processors=.*give a tuple"),
         ({"logits_processors": ("no function",)}, r"sampling\.logits_processors='no function': .*functions"),
     ],
-    ids=str,
+    ids=without_addresses,
 )
 def test_processors_out_of_range_are_refused(settings: dict[str, Any], said: str):
     with pytest.raises(InputError, match=said):

@@ -97,7 +97,7 @@ def test_cross_entropy_in_pieces_is_that_of_autograd(monkeypatch: pytest.MonkeyP
 
 
 def test_cross_entropy_of_nothing_on_another_device():
-    """TD-09: a process without labels keeps step with the others, on whatever device."""
+    """A process without labels keeps step with the others, on whatever device."""
     teacher, logits = torch.empty(0, 4, device="meta"), torch.empty(0, 4, device="meta", requires_grad=True)
     losses.cross_entropy(teacher, logits).sum().backward()
     assert logits.grad is not None

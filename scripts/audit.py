@@ -16,7 +16,7 @@ import hydra
 from omegaconf import DictConfig
 
 from specdec_lab.audit.command import audit_job
-from specdec_lab.bench.command import run_hydra
+from specdec_lab.command import run_hydra
 
 
 @hydra.main(config_path="pkg://specdec_lab.conf", config_name="audit", version_base="1.3")

@@ -12,7 +12,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from specdec_lab.bench.command import benchmark_job, run_hydra
+from specdec_lab.bench.command import benchmark_job
+from specdec_lab.command import run_hydra
 from specdec_lab.config import register_drafters
 
 register_drafters()

@@ -10,7 +10,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from specdec_lab.bench.command import run_hydra
+from specdec_lab.command import run_hydra
 from specdec_lab.export.command import export_job
 
 

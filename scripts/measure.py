@@ -11,7 +11,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from specdec_lab.bench.command import run_hydra
+from specdec_lab.command import run_hydra
 from specdec_lab.measure.command import measure_job
 
 

@@ -13,8 +13,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from specdec_lab.bench.command import run_hydra
 from specdec_lab.bench.trace_command import trace_job
+from specdec_lab.command import run_hydra
 from specdec_lab.config import register_drafters
 
 register_drafters()

@@ -14,7 +14,6 @@ from rich.console import Console
 from script_runs import run_script
 from transformers import PreTrainedTokenizerBase
 
-from specdec_lab.bench.command import plain_config
 from specdec_lab.bench.trace import (
     TokenOrigin,
     attribute_tokens,
@@ -26,6 +25,7 @@ from specdec_lab.bench.trace import (
 )
 from specdec_lab.bench.trace_command import TraceSettings, plan_trace, trace_answer
 from specdec_lab.bench.trace_view import Trace, render_trace, write_html
+from specdec_lab.command import plain_config
 from specdec_lab.config import register_drafters
 from specdec_lab.decode import Generation, Request, Round, speculative_decode
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter

@@ -25,12 +25,12 @@ from specdec_lab.audit.enumeration import TooManyOutcomesError
 from specdec_lab.audit.rules import Siblings, largest_error, rule_of
 from specdec_lab.audit.strategies import OUTCOMES, TOY_SAMPLING, TextCheck, compare_texts, law_error, toy_target
 from specdec_lab.bench.benchmark import threads
-from specdec_lab.bench.command import REFUSED, ROWS_FAILED, SUCCESS, JobFailedError, plain_config, say, say_error
 from specdec_lab.bench.console import progress, result_console
 from specdec_lab.bench.files import START_ANEW, storage, write_atomically
 from specdec_lab.bench.prompts import PromptSet, load_prompts
 from specdec_lab.bench.run import enough_memory, render
 from specdec_lab.bench.settings import TypicalSettings
+from specdec_lab.command import REFUSED, ROWS_FAILED, SUCCESS, JobFailedError, plain_config, say, say_error
 from specdec_lab.config import PositiveInt, Threads, check_arguments, validate
 from specdec_lab.decode import Request
 from specdec_lab.drafters.base import Drafter

@@ -14,12 +14,12 @@ from rich.console import Console
 from specdec_lab.bench import metrics
 from specdec_lab.bench.benchmark import threads
 from specdec_lab.bench.columns import scalars
-from specdec_lab.bench.command import SUCCESS, concluded, plain_config, run_job, say
 from specdec_lab.bench.prompts import Prompt, PromptSet
 from specdec_lab.bench.records import RowKey, make_row
 from specdec_lab.bench.run import enough_memory, render
 from specdec_lab.bench.settings import RunPlan, plan_run
 from specdec_lab.bench.trace_view import PAGE_WIDTH, Trace, render_trace, write_html
+from specdec_lab.command import SUCCESS, run_plain_job, say
 from specdec_lab.config import PositiveInt, suggest, validate
 from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.errors import InputError, SpecdecError, listed
@@ -150,11 +150,11 @@ def _trace(plan: TracePlan) -> Trace:
 
 
 def trace_job(config: DictConfig) -> None:
-    """Trace one answer inside Hydra; see ``specdec_lab.bench.command.run_job``."""
-    run_job(config, lambda config, _: concluded(lambda: _run(plain_config(config)), Console(stderr=True)))
+    """Trace one answer inside Hydra; see ``specdec_lab.command.run_job``."""
+    run_plain_job(config, _run)
 
 
-def _run(config: Mapping[str, Any]) -> int:
+def _run(config: Mapping[str, Any], _: Path, __: Console) -> int:
     out = Console()
     if not out.is_terminal:
         out.width = PAGE_WIDTH

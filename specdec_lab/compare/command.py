@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specdec_lab.bench.command import SUCCESS, concluded, parsed, say
 from specdec_lab.bench.console import result_console
 from specdec_lab.bench.files import REPORT
+from specdec_lab.command import SUCCESS, concluded, parsed, say
 from specdec_lab.compare.comparison import Comparison, compare
 from specdec_lab.compare.files import check_out, write_comparison
 from specdec_lab.compare.tables import pair_table, strategy_table

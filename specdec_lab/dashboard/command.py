@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specdec_lab.bench.command import SUCCESS, concluded, parsed, say
 from specdec_lab.bench.console import result_console
 from specdec_lab.bench.files import START_ANEW, storage, write_atomically
+from specdec_lab.command import SUCCESS, concluded, parsed, say
 from specdec_lab.dashboard.build import comparison_report, comparison_workspace, report_json, workspace_json
 from specdec_lab.dashboard.panels import Where
 from specdec_lab.errors import InputError, SpecdecError, described

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.console import Console
 
-from specdec_lab.bench.command import ROWS_FAILED, SUCCESS, concluded, plain_config, run_job, say
+from specdec_lab.command import ROWS_FAILED, SUCCESS, run_plain_job, say
 from specdec_lab.distill.responses import check_run, generate_responses, plan_generation
 
 
@@ -18,8 +18,7 @@ def responses_job(config: DictConfig) -> None:
     Raises:
         SystemExit, JobFailedError, KeyboardInterrupt: see ``run_job``.
     """
-    err = Console(stderr=True)
-    run_job(config, lambda config, folder: concluded(lambda: _run(plain_config(config), folder, err), err))
+    run_plain_job(config, _run)
 
 
 def _run(config: dict[str, Any], folder: Path, err: Console) -> int:

@@ -18,7 +18,12 @@ from rich.console import Console
 from torch import Tensor
 
 from specdec_lab.bench.benchmark import log_to, threads
-from specdec_lab.bench.command import (
+from specdec_lab.bench.files import CONFIG, storage, write_atomically
+from specdec_lab.bench.processes import check_all_joined, on_cpu
+from specdec_lab.bench.prompts import load_prompts
+from specdec_lab.bench.run import enough_memory
+from specdec_lab.chat import render_chat
+from specdec_lab.command import (
     INTERRUPTED,
     SUCCESS,
     concluded,
@@ -26,11 +31,6 @@ from specdec_lab.bench.command import (
     run_job,
     say,
 )
-from specdec_lab.bench.files import CONFIG, storage, write_atomically
-from specdec_lab.bench.processes import check_all_joined, on_cpu
-from specdec_lab.bench.prompts import load_prompts
-from specdec_lab.bench.run import enough_memory
-from specdec_lab.chat import render_chat
 from specdec_lab.config import check_arguments, locate, validate
 from specdec_lab.distill.batch import Example
 from specdec_lab.distill.conversations import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Field
 
@@ -15,6 +15,8 @@ from specdec_lab.errors import InputError
 from specdec_lab.strategies import StrategyPlan, named_strategy
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree, from_paths
+
+Key = TypeVar("Key")
 
 PRIOR_ACCEPTED, PRIOR_ROUNDS = 0.5, 4.0
 """Before anything is measured, each depth is believed to be accepted half as often as the one above, as if four rounds
@@ -152,12 +154,33 @@ def path_texts(tree: DraftTree) -> list[tuple[int, ...]]:
     return texts
 
 
+Place = tuple[int, int, int]
+"""A node's depth, how many nodes of that depth stand before it, and how many there are."""
+
+
+@dataclass
+class _Shares(Generic[Key]):
+    """How often something was right, of how often it was offered."""
+
+    offered: Counter[Key] = field(default_factory=Counter)
+    right: Counter[Key] = field(default_factory=Counter)
+
+    def count(self, key: Key, right: bool) -> None:
+        """Count one offer."""
+        self.offered[key] += 1
+        self.right[key] += right
+
+    def share(self, key: Key, prior: float) -> float:
+        """Return the estimated share, which is ``prior`` where nothing is known."""
+        return (self.right[key] + PRIOR_ROUNDS * prior) / (self.offered[key] + PRIOR_ROUNDS)
+
+
 @dataclass
 class _Yield:
     """How often a strategy's drafts of one sequence were right, by depth and by place there, and what it believed."""
 
-    offered: Counter[int | tuple[int, int, int]] = field(default_factory=Counter)
-    right: Counter[int | tuple[int, int, int]] = field(default_factory=Counter)
+    depths: _Shares[int] = field(default_factory=_Shares)
+    places: _Shares[Place] = field(default_factory=_Shares)
     believed: float = 0.0
     surely: float = 0.0
 
@@ -171,11 +194,8 @@ class _Yield:
             place: among the drafts at that depth, from 0: strategies list their best guesses first.
             width: how many drafts there are at that depth.
         """
-        at_depth = self._share(depth, PRIOR_ACCEPTED**depth)
-        return self._share((depth, place, width), at_depth / width)
-
-    def _share(self, what: int | tuple[int, int, int], prior: float) -> float:
-        return (self.right[what] + PRIOR_ROUNDS * prior) / (self.offered[what] + PRIOR_ROUNDS)
+        at_depth = self.depths.share(depth, PRIOR_ACCEPTED**depth)
+        return self.places.share((depth, place, width), at_depth / width)
 
     def values(self, tree: DraftTree) -> list[float]:
         """Return what each node is worth: the probability that the target's text runs through it, ``[nodes]``."""
@@ -193,26 +213,24 @@ class _Yield:
                 break
             path.append(child)
         for depth in range(1, min(tree.depth, len(text)) + 1):  # deeper, nobody knows what would have come
-            self.offered[depth] += 1
-            self.right[depth] += depth < len(path)
+            self.depths.count(depth, depth < len(path))
         if tree.confidence is None:
             for node, place in enumerate(places(tree)):
                 if 0 < place[0] <= len(text):
-                    self.offered[place] += 1
-                    self.right[place] += node in path
+                    self.places.count(place, node in path)
         else:
             known = [at for at in range(1, len(tree)) if tree.depths[at] <= len(text)]
             self.believed += sum(tree.confidence[at] for at in known)
             self.surely += len(path) - 1
 
 
-def places(tree: DraftTree) -> list[tuple[int, int, int]]:
-    """Return each node's depth, how many nodes of that depth stand before it, and how many there are, ``[nodes]``.
+def places(tree: DraftTree) -> list[Place]:
+    """Return each node's place, ``[nodes]``.
 
     The number belongs to the place: a strategy that has fewer guesses than usual fills their places with others.
     """
     widths, seen = Counter(tree.depths), Counter[int]()
-    found: list[tuple[int, int, int]] = []
+    found: list[Place] = []
     for depth in tree.depths:
         found.append((depth, seen[depth], widths[depth]))
         seen[depth] += 1

@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
-from specdec_lab.bench.command import SUCCESS, concluded, plain_config, run_job, say
 from specdec_lab.bench.console import result_console
 from specdec_lab.bench.files import START_ANEW, storage, write_atomically
+from specdec_lab.command import SUCCESS, run_plain_job, say
 from specdec_lab.compare.runs import read_named_run
 from specdec_lab.config import demand, validate
 from specdec_lab.export.spec_bench import answer_lines, incomplete_questions
@@ -27,9 +27,8 @@ class ExportSettings(BaseModel):
 
 
 def export_job(config: DictConfig) -> None:
-    """Export one run inside Hydra; see ``specdec_lab.bench.command.run_job``."""
-    err = Console(stderr=True)
-    run_job(config, lambda config, folder: concluded(lambda: _run(plain_config(config), folder, err), err))
+    """Export one run inside Hydra; see ``specdec_lab.command.run_job``."""
+    run_plain_job(config, _run)
 
 
 def _run(config: dict[str, Any], folder: Path, err: Console) -> int:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specdec_lab.errors import InputError, one_line
 from specdec_lab.heads.draft_lm import DraftLM
+from specdec_lab.heads.formats.files import CONFIG, write_folder
 from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.target import Target
 
 FORMAT = "specdec_lab draft model 1"
-CONFIG, WEIGHTS, VOCABULARY = "config.json", "model.safetensors", "d2t"
+WEIGHTS, VOCABULARY = "model.safetensors", "d2t"
 
 
 def is_draft_model(source: str) -> bool:
@@ -38,14 +37,13 @@ def save_draft_model(
     Args:
         facts: provenance and measurements, plain JSON.
         dtype: of the stored weights.
+
+    Raises:
+        InputError: the folder holds something that is no checkpoint.
     """
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    weights = {name: weight.detach().to(dtype).contiguous() for name, weight in draft.state_dict().items()}
+    weights = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in draft.state_dict().items()}
     if not draft.vocabulary.is_whole:
         weights[VOCABULARY] = draft.vocabulary.offsets()
-    save_file(weights, unfinished / WEIGHTS)
     config = {
         "format": FORMAT,
         "origin_layers": list(draft.origin),
@@ -53,9 +51,7 @@ def save_draft_model(
         "draft_vocab": len(draft.vocabulary),
         "facts": dict(facts),
     }
-    (unfinished / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(unfinished, folder)
+    write_folder(folder, WEIGHTS, weights, config)
 
 
 def load_draft_model(source: str, target: Target) -> tuple[DraftLM, dict[str, Any]]:

@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 
-from specdec_lab.bench.command import SUCCESS, concluded, plain_config, run_job
 from specdec_lab.bench.console import progress, result_console
 from specdec_lab.bench.files import START_ANEW, storage, write_atomically
 from specdec_lab.bench.prompts import load_prompts
 from specdec_lab.bench.run import render
+from specdec_lab.command import SUCCESS, run_plain_job
 from specdec_lab.config import PositiveInt, Threads, check_arguments, validate
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.base import Drafter
@@ -99,11 +99,11 @@ class Bench:
 
 
 def measure_job(config: DictConfig) -> None:
-    """Run the chosen parts inside Hydra; see ``specdec_lab.bench.command.run_job``."""
-    run_job(config, lambda config, folder: concluded(lambda: _run(plain_config(config), folder), Console(stderr=True)))
+    """Run the chosen parts inside Hydra; see ``specdec_lab.command.run_job``."""
+    run_plain_job(config, _run)
 
 
-def _run(config: Mapping[str, Any], folder: Path) -> int:
+def _run(config: Mapping[str, Any], folder: Path, _: Console) -> int:
     console = result_console()
     bench = _set_up(config, console)
     for part in bench.settings.parts:

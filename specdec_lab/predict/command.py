@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec_lab.bench.benchmark import threads
-from specdec_lab.bench.command import SUCCESS, concluded, plain_config, run_job, say
 from specdec_lab.bench.console import plain_table, result_console
 from specdec_lab.bench.files import START_ANEW, storage, write_atomically
 from specdec_lab.bench.run import enough_memory
+from specdec_lab.command import SUCCESS, run_plain_job, say
 from specdec_lab.compare.runs import Run
 from specdec_lab.cost import measure_verify_cost
 from specdec_lab.errors import InputError
@@ -40,11 +40,11 @@ ASSUMED = (
 
 
 def predict_job(config: DictConfig) -> None:
-    """Run one prediction inside Hydra; see ``specdec_lab.bench.command.run_job``."""
-    run_job(config, lambda config, folder: concluded(lambda: _run(plain_config(config), folder), Console(stderr=True)))
+    """Run one prediction inside Hydra; see ``specdec_lab.command.run_job``."""
+    run_plain_job(config, _run)
 
 
-def _run(config: Mapping[str, Any], folder: Path) -> int:
+def _run(config: Mapping[str, Any], folder: Path, _: Console) -> int:
     out = result_console()
     plan = plan_prediction(config)
     if not measured_drafting(plan.run.summary):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec_lab.bench.benchmark import threads
-from specdec_lab.bench.command import SUCCESS, concluded, plain_config, run_job, say
 from specdec_lab.bench.console import plain_table, progress, result_console
 from specdec_lab.bench.files import START_ANEW, storage, write_atomically
 from specdec_lab.bench.run import enough_memory
 from specdec_lab.bench.settings import BASELINE, choose_strategies
+from specdec_lab.command import SUCCESS, run_plain_job, say
 from specdec_lab.compare.runs import read_named_run
 from specdec_lab.config import PositiveInt, Threads, demand, validate
 from specdec_lab.cost import EVERY_NODE_PAYS
@@ -63,26 +63,16 @@ class ReplaySettings(BaseModel):
 
 
 def record_job(config: DictConfig) -> None:
-    """Make one recording inside Hydra; see ``specdec_lab.bench.command.run_job``."""
-    run_job(config, lambda config, folder: _ended(_record, config, folder))
+    """Make one recording inside Hydra; see ``specdec_lab.command.run_job``."""
+    run_plain_job(config, _record)
 
 
 def replay_job(config: DictConfig) -> None:
-    """Replay one recording inside Hydra; see ``specdec_lab.bench.command.run_job``."""
-    run_job(config, lambda config, folder: _ended(_replay, config, folder))
+    """Replay one recording inside Hydra; see ``specdec_lab.command.run_job``."""
+    run_plain_job(config, _replay)
 
 
-def _ended(run: Callable[[dict[str, Any], Path, Console, Console], None], config: DictConfig, folder: Path) -> int:
-    err = Console(stderr=True)
-
-    def work() -> int:
-        run(plain_config(config), folder, result_console(), err)
-        return SUCCESS
-
-    return concluded(work, err)
-
-
-def _record(config: dict[str, Any], folder: Path, out: Console, err: Console) -> None:
+def _record(config: dict[str, Any], folder: Path, err: Console) -> int:
     nodes = config.pop("drafter")
     demand(config, "run", "give the folder of a finished benchmark, as run=outputs/demo")
     settings = validate(RecordSettings, config)
@@ -103,10 +93,11 @@ def _record(config: dict[str, Any], folder: Path, out: Console, err: Console) ->
             folder.mkdir(parents=True, exist_ok=True)
         made = record(folder, target, node, texts, sorted(layers), err, settings.budget_bytes)
     tokens = sum(len(text.ids) for text in texts)
-    say(out, f"{len(texts)} texts, {tokens} tokens, hidden states {list(made.layers)}: {folder}")
+    say(result_console(), f"{len(texts)} texts, {tokens} tokens, hidden states {list(made.layers)}: {folder}")
+    return SUCCESS
 
 
-def _replay(config: dict[str, Any], folder: Path, out: Console, err: Console) -> None:
+def _replay(config: dict[str, Any], folder: Path, err: Console) -> int:
     nodes = config.pop("drafter")
     demand(config, "recording", "give a folder of scripts/record.py, as recording=outputs/recording")
     settings = validate(ReplaySettings, config)
@@ -138,8 +129,10 @@ def _replay(config: dict[str, Any], folder: Path, out: Console, err: Console) ->
         write_atomically(folder / DOCUMENT, json.dumps(document, indent=2, allow_nan=False, default=str) + "\n")
         write_atomically(folder / TABLE, _csv(found))
         draw_replay(found, folder / PICTURE)
+    out = result_console()
     out.print(replay_table(found, document["disagreement"]))
     say(out, f"results: {folder}")
+    return SUCCESS
 
 
 def plan_strategies(wanted: Any, nodes: Mapping[str, Any], target: Mapping[str, Any]) -> list[StrategyPlan]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from specdec_lab.bench.command import INTERRUPTED, REFUSED, SUCCESS, concluded, parsed
+from specdec_lab.command import INTERRUPTED, REFUSED, SUCCESS, concluded, parsed
 from specdec_lab.errors import InputError
 
 

@@ -49,8 +49,8 @@ def test_the_budget_keeps_the_best_and_their_ancestors(tiny_target: GetTarget):
         drafter = hybrid(target, PathsDrafter(target, [[1, 2, 3]]), PathsDrafter(target, [[5, 6, 7]]), nodes=nodes)
         context = context_of([9, 8])
         drafter.propose(context)
-        context.state.yields[0].right = Counter({(1, 0, 1): 0, (2, 0, 1): 9, (3, 0, 1): 30})
-        context.state.yields[0].offered = Counter({(1, 0, 1): 30, (2, 0, 1): 30, (3, 0, 1): 30})
+        context.state.yields[0].places.right = Counter({(1, 0, 1): 0, (2, 0, 1): 9, (3, 0, 1): 30})
+        context.state.yields[0].places.offered = Counter({(1, 0, 1): 30, (2, 0, 1): 30, (3, 0, 1): 30})
         tree = drafter._union(context.state, context.state.trees)
         assert len(tree) == nodes + 1
         texts = set(path_texts(tree))
@@ -72,8 +72,10 @@ def test_yields_count_what_was_right_and_what_is_known():
     """A draft deeper than what came is neither right nor wrong."""
     record = _Yield()
     record.learn(from_paths(0, [[1, 2, 3, 4], [5]]), [1, 2, 9])
-    assert record.offered == {1: 1, 2: 1, 3: 1, (1, 0, 2): 1, (1, 1, 2): 1, (2, 0, 1): 1, (3, 0, 1): 1}
-    assert +record.right == {1: 1, 2: 1, (1, 0, 2): 1, (2, 0, 1): 1}
+    assert record.depths.offered == {1: 1, 2: 1, 3: 1}
+    assert +record.depths.right == {1: 1, 2: 1}
+    assert record.places.offered == {(1, 0, 2): 1, (1, 1, 2): 1, (2, 0, 1): 1, (3, 0, 1): 1}
+    assert +record.places.right == {(1, 0, 2): 1, (2, 0, 1): 1}
     at_depth = (1 + 4 * 0.5) / 5
     assert record.joint(1, 0, 2) == pytest.approx((1 + 4 * at_depth / 2) / 5)
     assert record.joint(1, 1, 2) == pytest.approx(4 * at_depth / 2 / 5)

@@ -111,6 +111,7 @@ def test_a_folder_gives_the_model_back(reduced: bool, tiny_target, tmp_path: Pat
     folder = tmp_path / "draft"
     save_draft_model(draft, folder, {"made_of": "noise"})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # whoever reads one file reads the other
     assert is_draft_model(str(folder))
     loaded, facts = load_draft_model(str(folder), target)
     assert facts == {"made_of": "noise"}
@@ -127,6 +128,15 @@ def test_a_folder_that_was_made_from_another_target_is_refused(tiny_target, tmp_
     with pytest.raises(InputError, match="made from another target") as error:
         DraftModelDrafter(tiny_target("gemma2"), model=str(folder))
     assert error.value.field == "model"
+
+
+def test_a_folder_of_something_else_is_not_replaced(tiny_target, tmp_path: Path):
+    """An output folder that is named by mistake keeps what it holds."""
+    target: Target = tiny_target()
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(InputError, match=r"thesis\.tex"):
+        save_draft_model(DraftLM(target, [0], whole(target)), tmp_path, {})
+    assert (tmp_path / "thesis.tex").exists()
 
 
 def test_a_torn_file_is_one_sentence(tiny_target, tmp_path: Path):

@@ -11,7 +11,7 @@ from compared_runs import BASELINE, THREE, made_run
 from hydra import compose, initialize_config_module
 from script_runs import run_script
 
-from specdec_lab.bench.command import plain_config
+from specdec_lab.command import plain_config
 from specdec_lab.errors import InputError
 from specdec_lab.predict.settings import PredictSettings, plan_prediction
 

@@ -33,14 +33,6 @@ from specdec_lab.command import (
 )
 from specdec_lab.config import check_arguments, locate, validate
 from specdec_lab.distill.batch import Example
-from specdec_lab.distill.conversations import (
-    DataSettings,
-    RawData,
-    build_examples,
-    read_data,
-    template_opening,
-    with_prompts_learnt,
-)
 from specdec_lab.distill.feature_cache import prepare_cache
 from specdec_lab.distill.features import CachedFeatures, FeatureSource, OnlineFeatures
 from specdec_lab.distill.fingerprints import template_sha256, tokenizer_fingerprint
@@ -48,12 +40,15 @@ from specdec_lab.distill.learner import Learner
 from specdec_lab.distill.loop import TrainPlan, TrainResult, own_randomness, train
 from specdec_lab.distill.measured import measure_on
 from specdec_lab.distill.preflight import PreflightSettings, Rendering, run_preflight
+from specdec_lab.distill.rendering import template_opening
 from specdec_lab.distill.schedule import derived_seed
+from specdec_lab.distill.selection import with_prompts_learnt
 from specdec_lab.distill.start import FIELD as START
 from specdec_lab.distill.start import started
 from specdec_lab.distill.train_files import LOG, check_run_folder
 from specdec_lab.distill.train_settings import TrainSettings
 from specdec_lab.distill.train_tracking import tracked
+from specdec_lab.distill.training_data import DataSettings, RawData, build_examples, read_data
 from specdec_lab.errors import InputError
 from specdec_lab.provenance import provenance
 from specdec_lab.strategies import plan_target, without_target

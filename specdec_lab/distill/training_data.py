@@ -1,37 +1,27 @@
-"""From responses and conversations to training examples: ids through the one chat renderer, with the answers marked.
-
-A response is supervised in exactly the ids that the target wrote, EOS included where it wrote one. A conversation of
-somebody else's is supervised in each answer and in the token that ends the assistant's turn. Nothing else is: neither
-prompts nor what the template writes between turns.
-"""
+"""What a head is trained on: files of responses and conversations, read, checked, rendered and divided."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import takewhile
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from transformers import PreTrainedTokenizerBase
 
 from specdec_lab.bench.prompts import Prompt
-from specdec_lab.chat import render_chat
 from specdec_lab.config import PositiveInt
 from specdec_lab.distill.batch import Example
-from specdec_lab.distill.conversation_files import Conversation, ConversationFile, parse_conversations
+from specdec_lab.distill.conversation_files import ConversationFile, parse_conversations
 from specdec_lab.distill.fingerprints import template_sha256, tokenizer_fingerprint
-from specdec_lab.distill.leak import read_evaluation, without_leaks, words_of
+from specdec_lab.distill.leak import read_evaluation, without_leaks
 from specdec_lab.distill.prompt_files import PromptFile, read_bytes, read_prompt_files
-from specdec_lab.distill.response_files import Response, ResponseSet, read_responses
-from specdec_lab.distill.responses import GREEDY_SAMPLE, SELF, answer_text, turn_messages
+from specdec_lab.distill.rendering import by_question, check_template, example_from_conversation, of_question
+from specdec_lab.distill.response_files import ResponseSet, read_responses
+from specdec_lab.distill.responses import SELF
+from specdec_lab.distill.selection import first_tokens, in_seeded_order, in_validation, without_doubles
 from specdec_lab.errors import InputError, listed
-
-PROBE = "Go on."
-"""What the user says after a conversation's last answer, so that the template closes it; cut off again."""
 
 NO_LABELS, DOUBLED, LEAKS, UNALIGNED = "no_labels", "doubled", "leaks", "unaligned"
 """Why rows are left out: no label within ``max_tokens``; another row holds it; it is for evaluation; an answer's tokens
@@ -240,8 +230,8 @@ def build_examples(raw: RawData, settings: DataSettings, tokenizer: PreTrainedTo
     found: list[tuple[str, Example]] = []  # with the user's first words, by which questions are told apart
     for responses, prompts in raw.answered:
         check_made_with(responses, fingerprint, template)
-        for question_id, rows in _by_question(responses.responses).items():
-            made = _of_question(prompts[question_id], rows, tokenizer, settings.max_tokens)
+        for question_id, rows in by_question(responses.responses).items():
+            made = of_question(prompts[question_id], rows, tokenizer, settings.max_tokens)
             found += [(prompts[question_id].turns[0], _named(example, len(sources), raw)) for example in made]
         sources.append(Source(responses.name, len(responses.responses), (responses.manifest or {}).get("target")))
     if raw.conversations:
@@ -256,13 +246,12 @@ def build_examples(raw: RawData, settings: DataSettings, tokenizer: PreTrainedTo
                 found.append((one.prompt().turns[0], _named(example, len(sources), raw)))
         sources.append(Source(file.name, len(file.conversations), None))
     labelled = [pair for pair in found if pair[1].labels]
-    single = without_doubles(labelled)
+    single = in_seeded_order(without_doubles(labelled), settings.seed)
     counts = {
         NO_LABELS: len(found) - len(labelled),
         DOUBLED: len(labelled) - len(single),
         UNALIGNED: unaligned,
     }
-    single.sort(key=lambda pair: _digest(settings.seed, np.array(pair[1].ids, dtype=np.int64).tobytes()))
     validates = [in_validation(words, settings.seed, settings.validation_share) for words, _ in single]
     rest = [example for (_, example), chosen in zip(single, validates, strict=True) if not chosen]
     validation = [example for (_, example), chosen in zip(single, validates, strict=True) if chosen]
@@ -306,203 +295,8 @@ def check_made_with(found: ResponseSet, tokenizer_sha256: str, chat_template_sha
             raise InputError("data.responses", found.name, remedy)
 
 
-def examples_from_responses(
-    prompts: Iterable[Prompt], responses: Iterable[Response], tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> list[Example]:
-    """Return the examples that responses give; each response is supervised in one of them.
-
-    The greedy answers to all turns of a question make one example, a drawn answer makes one of its own, behind the
-    greedy answers to the turns before it.
-
-    Args:
-        prompts: the answered ones.
-        max_tokens: longer examples lose their end; those without a label then have none.
-
-    Raises:
-        InputError: an answer to an earlier turn is missing.
-    """
-    by_id = {prompt.question_id: prompt for prompt in prompts}
-    return [
-        example
-        for question_id, rows in _by_question(responses).items()
-        for example in _of_question(by_id[question_id], rows, tokenizer, max_tokens)
-    ]
-
-
-def example_from_conversation(
-    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> Example | None:
-    """Return a conversation as it is, with each answer and the token that ends it supervised.
-
-    What stands before each answer is exactly what ``render_chat`` gives for the conversation up to there. Where that is
-    not so, there is no example: the answer's first characters and the template's last ones share a token.
-
-    Raises:
-        InputError: the template does not end an answer with a special token.
-    """
-    messages = list(conversation.messages)
-    whole = render_chat(tokenizer, [*messages, {"role": "user", "content": PROBE}])
-    special = frozenset(tokenizer.all_special_ids)
-    special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    marks, end = [False] * len(whole), 0
-    for at, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        context = render_chat(tokenizer, messages[:at])
-        if whole[: len(context)] != context:
-            return None
-        start = len(context)
-        end = next((place + 1 for place in range(start, len(whole)) if whole[place] in special), 0)
-        if not end:
-            remedy = (
-                "the target's chat template ends an answer with no special token, so that no head can learn the end"
-            )
-            raise InputError(conversation.where, "assistant", f"{remedy}; let the target answer the prompts instead")
-        marks[start:end] = [True] * (end - start)
-    cut = min(end, max_tokens)
-    return Example(str(conversation.number), whole[:cut], tuple(marks[:cut]))
-
-
-def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a template that renders earlier turns differently once a conversation goes on.
-
-    Raises:
-        InputError: a conversation cannot be trained on as a whole, since no prompt looks like its beginning.
-    """
-    messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate("abcde")]
-    whole = render_chat(tokenizer, messages)
-    for turns in (1, 3):
-        context = render_chat(tokenizer, messages[:turns])
-        if whole[: len(context)] != context:
-            remedy = "the target's chat template renders earlier turns differently once a conversation goes on; "
-            raise InputError("data.conversations", None, f"{remedy}let the target answer the prompts instead")
-
-
-def _by_question(responses: Iterable[Response]) -> dict[int | str, list[Response]]:
-    grouped: dict[int | str, list[Response]] = {}
-    for row in responses:
-        grouped.setdefault(row.question_id, []).append(row)
-    return grouped
-
-
-def _of_question(
-    prompt: Prompt, rows: Sequence[Response], tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> list[Example]:
-    greedy = {row.turn: row for row in rows if row.sample == GREEDY_SAMPLE}
-    contexts: list[tuple[int, ...]] = []
-    answers: list[str] = []
-    for turn in range(max(row.turn for row in rows) + 1):
-        contexts.append(render_chat(tokenizer, turn_messages(prompt, answers)))
-        if turn in greedy:
-            answers.append(answer_text(tokenizer, greedy[turn].response_ids, greedy[turn].finished))
-        elif any(row.turn > turn for row in rows):
-            remedy = f"there is no greedy answer to its turn {turn}, which later ones continue; restore that response"
-            raise InputError("data.responses", prompt.question_id, remedy)
-    examples = [_alone(row, contexts[row.turn], max_tokens) for row in rows if row.sample != GREEDY_SAMPLE]
-    return _chained(greedy, contexts, max_tokens) + examples
-
-
-def _alone(row: Response, context: tuple[int, ...], max_tokens: int) -> Example:
-    marks = (False,) * len(context) + (True,) * len(row.response_ids)
-    key = f"{row.question_id}/{row.turn}/{row.sample}"
-    return Example(key, (*context, *row.response_ids)[:max_tokens], marks[:max_tokens])
-
-
-def _chained(greedy: Mapping[int, Response], contexts: Sequence[tuple[int, ...]], max_tokens: int) -> list[Example]:
-    """Return the greedy answers of a question in one example.
-
-    An earlier answer is marked within the last one's context. Where it stands there in other tokens, it gets an example
-    of its own: the text of an answer need not have the tokens that it was written in, and a template may shorten it.
-    """
-    if not greedy:
-        return []
-    last = greedy[max(greedy)]
-    whole = _alone(last, contexts[last.turn], max_tokens)
-    marks, others = list(whole.supervised), []
-    for turn, row in sorted(greedy.items()):
-        if turn == last.turn:
-            continue
-        told = (*contexts[turn], *row.response_ids)
-        if contexts[last.turn][: len(told)] == told:
-            start = len(contexts[turn])
-            marks[start : len(told)] = [True] * len(marks[start : len(told)])
-        else:
-            others.append(_alone(row, contexts[turn], max_tokens))
-    return [*others, replace(whole, supervised=tuple(marks))]
-
-
 def _named(example: Example, source: int, raw: RawData) -> Example:
     """Return an example whose key is unique among all sources."""
     if len(raw.answered) + len(raw.conversations) == 1:
         return example
     return replace(example, key=f"{source}:{example.key}")
-
-
-def with_prompts_learnt(examples: Sequence[Example], opening: Sequence[int]) -> list[Example]:
-    """Mark the tokens of prompts as labels too, except those that the template opens every text with.
-
-    The target has a law after every token, whoever wrote it, and the forwards that make it for the answers make it for
-    the prompts. Heads are measured and their vocabularies chosen by the answers alone.
-
-    Args:
-        opening: see ``template_opening``.
-    """
-    found: list[Example] = []
-    for example in examples:
-        first = max(1, shared_length(example.ids, opening))  # nothing can foresee the first token
-        marks = tuple(mark or at >= first for at, mark in enumerate(example.supervised))
-        found.append(replace(example, supervised=marks))
-    return found
-
-
-def template_opening(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids that a conversation begins with, whatever its first message says."""
-    one, other = (render_chat(tokenizer, [{"role": "user", "content": text}]) for text in ("one", "2"))
-    return one[: shared_length(one, other)]
-
-
-def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many first ids two texts have in common."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
-# --- which of them ----------------------------------------------------------------------------------------------------
-
-
-def without_doubles(found: Sequence[tuple[str, Example]]) -> list[tuple[str, Example]]:
-    """Drop examples that another one holds: the same text and marks, or the beginning of them."""
-    groups: dict[tuple[int, ...], list[tuple[str, Example]]] = {}
-    for pair in sorted(found, key=lambda pair: -len(pair[1].ids)):
-        example = pair[1]
-        group = groups.setdefault(example.ids[: example.supervised.index(True)], [])
-        if not any(_holds(longer, example) for _, longer in group):
-            group.append(pair)
-    return [pair for group in groups.values() for pair in group]
-
-
-def _holds(longer: Example, example: Example) -> bool:
-    size = len(example.ids)
-    return longer.ids[:size] == example.ids and longer.supervised[:size] == example.supervised
-
-
-def in_validation(first_words: str, seed: int, share: float) -> bool:
-    """Return whether a question is validated on: a matter of its words alone, so that more data moves none of them."""
-    return _digest(seed, " ".join(words_of(first_words)).encode()) < share * 2**64
-
-
-def first_tokens(examples: Sequence[Example], limit: int | None) -> list[Example]:
-    """Return examples from the start until they have ``limit`` labels, so that a smaller limit gives a subset."""
-    chosen: list[Example] = []
-    labels = 0
-    for example in examples:
-        if limit is not None and labels >= limit:
-            break
-        chosen.append(example)
-        labels += example.labels
-    return chosen
-
-
-def _digest(seed: int, data: bytes) -> int:
-    """Return 64 bits that depend on seed and data alone."""
-    digest = hashlib.blake2b(data, digest_size=8, key=seed.to_bytes(8, "little")).digest()
-    return int.from_bytes(digest, "little")

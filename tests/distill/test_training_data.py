@@ -17,21 +17,17 @@ from specdec_lab.chat import render_chat
 from specdec_lab.config import validate
 from specdec_lab.distill.batch import Example
 from specdec_lab.distill.conversation_files import Conversation
-from specdec_lab.distill.conversations import (
-    DataSettings,
-    TrainingData,
+from specdec_lab.distill.fingerprints import file_sha256, template_sha256, tokenizer_fingerprint
+from specdec_lab.distill.rendering import (
     check_template,
     example_from_conversation,
     examples_from_responses,
-    load_examples,
-    read_data,
     template_opening,
-    with_prompts_learnt,
-    without_doubles,
 )
-from specdec_lab.distill.fingerprints import file_sha256, template_sha256, tokenizer_fingerprint
 from specdec_lab.distill.response_files import Response, ResponseLog, write_manifest
 from specdec_lab.distill.responses import answer_text, turn_messages
+from specdec_lab.distill.selection import with_prompts_learnt, without_doubles
+from specdec_lab.distill.training_data import DataSettings, TrainingData, load_examples, read_data
 from specdec_lab.errors import InputError
 from specdec_lab.targets.tiny import CHAT_TEMPLATE, SPECIALS, build_tokenizer
 

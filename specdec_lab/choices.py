@@ -202,8 +202,9 @@ def choices_of_round(
         for one, tokens in zip(choices.values(), counted, strict=True):
             one.know(list(islice(known, len(tokens))))
         if lawful:
-            laws = torch.cat([choices[row].scores_of_all() for row in lawful]).cpu()  # a second one, for laws
-            for row, part in zip(lawful, laws.split([output.sizes[row] for row in lawful]), strict=True):
+            scores = [choices[row].scores_of_all() for row in lawful]
+            laws = torch.cat(scores).cpu()  # a second one, for laws
+            for row, part in zip(lawful, laws.split([len(one) for one in scores]), strict=True):
                 choices[row].know_laws(part)
     return choices
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import chdir
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from hydra.utils import get_original_cwd
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from specdec_lab.errors import InputError, SpecdecError, one_line
 
@@ -36,14 +37,20 @@ class JobFailedError(Exception):
 def run_job(config: DictConfig, run: Callable[[DictConfig, Path], int]) -> None:
     """Call ``run(config, run folder)`` in the folder of the launch, and end the job with the exit code it returns.
 
+    A job that is refused leaves no empty run folder behind.
+
     Raises:
         SystemExit: with the exit code, if it is not 0.
         JobFailedError: the same within a sweep, which goes on.
         KeyboardInterrupt: the run was interrupted, which ends a sweep too.
     """
     hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
     with chdir(get_original_cwd()):
-        code = run(config, Path(hydra.runtime.output_dir))
+        code = run(config, folder)
+    if code == REFUSED:
+        with suppress(OSError):  # Hydra made it before anything was checked; one that holds something stays
+            folder.rmdir()
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code != SUCCESS:
@@ -87,6 +94,8 @@ def run_hydra(main: Callable[[], Any]) -> int:
     Hydra would print a traceback for some mistakes (a run folder that cannot be made) and its own exit code for
     others, so its exceptions are let through to here.
     """
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # of transformers: a bar that is redrawn fills a log
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in MULTIRUN_FLAGS)  # Hydra takes no flag in between
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"

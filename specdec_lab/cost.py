@@ -71,15 +71,16 @@ class VerifyCost:
     """Time of a verify forward by its number of nodes, between measured points by straight lines.
 
     Args:
-        milliseconds: ``{nodes: time}`` at one or more numbers of nodes, 1 among them.
+        milliseconds: ``{nodes: time}`` at two or more numbers of nodes, 1 among them.
 
     Raises:
-        InputError: no time for one node, or numbers that are not positive.
+        InputError: no time for one node or for more than one, or numbers that are not positive.
     """
 
     def __init__(self, milliseconds: Mapping[int, float]) -> None:
-        if 1 not in milliseconds or min(milliseconds) < 1 or not min(milliseconds.values()) > 0:
-            remedy = "give the milliseconds of a forward by its nodes, of 1 node too, as {1: 35, 8: 40, 16: 50}"
+        plausible = len(milliseconds) > 1 and min(milliseconds) == 1 and min(milliseconds.values()) > 0
+        if not plausible:
+            remedy = "give the milliseconds of a forward by its nodes, of 1 node and of more, as {1: 35, 8: 40, 16: 50}"
             raise InputError("verify_ms", dict(milliseconds), remedy)
         self.points = sorted(milliseconds.items())
 
@@ -91,43 +92,57 @@ class VerifyCost:
         most, last = self.points[-1]
         return last * max(nodes, most) / most
 
-    def worth(self, values: Sequence[float], other_ms: float = 0.0) -> int:
-        """Return how many of the best drafts give the most expected tokens per time.
+    def worth(self, values: Sequence[float]) -> int:
+        """Return how many of the best drafts give the most expected tokens per time of verify forwards.
+
+        What else a round takes is left out, the drafting above all: it is spent whatever is offered, and with it in the
+        ratio a few more nodes would pay.
 
         Args:
             values: probability that the text runs through each draft, the best first.
-            other_ms: milliseconds of a round besides its verify forward.
         """
-        best, best_rate, expected = 0, 1 / (other_ms + self.of(1)), 1.0
+        best, best_rate, expected = 0, 1 / self.of(1), 1.0
         for count, value in enumerate(values, start=1):
             expected += value
-            rate = expected / (other_ms + self.of(1 + count))
+            rate = expected / self.of(1 + count)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
 
 
-def measure_verify_cost(target: Target, most: int, history: int = 64, repeats: int = 5) -> VerifyCost | None:
-    """Time forwards of 1, 2, 4, 8, ... nodes behind a short history, medians; row 0 of the cache has to be empty.
+def measure_verify_cost(
+    target: Target, most: int, history: int = 64, repeats: int = 5, rows: int = 1
+) -> VerifyCost | None:
+    """Time forwards of 1, 2, 4, 8, ... nodes behind a history, medians; the first ``rows`` cache rows have to be empty.
+
+    Args:
+        most: nodes of the largest tree.
+        history: tokens before the tree, as far as the cache and the target's positions allow.
+        rows: that share the forward, each with a tree of that many nodes.
 
     Returns:
-        ``None`` if the cache has no room for a token and a node.
+        ``None`` if the cache has no room for a token and two nodes.
     """
     most = min(most, target.cache.capacity - 1)
-    if most < 1:
+    if most < 2:
         return None
-    sizes = sorted({min(2**power, most) for power in range(12)})
-    target.prefill(0, [1] * max(1, min(history, target.cache.capacity - most, (target.max_length or history) // 2)))
+    branches = min(8, target.vocab_size)
+    room = target.cache.capacity - most
+    if target.max_length is not None:
+        room = min(room, target.max_length - 1 - bushy(most, branches).depth)
+    for row in range(rows):
+        target.prefill(row, [1] * max(1, min(history, room)))
     found: dict[int, float] = {}
-    for nodes in sizes:
-        tree, times = bushy(nodes, min(8, target.vocab_size)), []
+    for nodes in sorted({min(2**power, most) for power in range(12)}):
+        trees, times = dict.fromkeys(range(rows), bushy(nodes, branches)), []
         for _ in range(1 + repeats):  # the first pays for what a shape needs once
             start = time.perf_counter()
-            target.forward({0: tree})
+            target.forward(trees)
             target.synchronize()
             times.append(1e3 * (time.perf_counter() - start))
         found[nodes] = max(statistics.median(times[1:]), 1e-3)
-    target.reset(0)
+    for row in range(rows):
+        target.reset(row)
     return VerifyCost(found)
 
 

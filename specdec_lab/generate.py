@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Literal, overload
+
+import numpy as np
+from torch import Tensor
 
 from specdec_lab.chat import render_chat
 from specdec_lab.decode import GREEDY, Generation, Progress, Request, speculative_decode
@@ -16,7 +20,7 @@ from specdec_lab.streaming import TextStream
 from specdec_lab.target import Target
 from specdec_lab.verify import REJECTION, Acceptance, RuleName
 
-Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | Tensor | np.ndarray
 
 
 @overload
@@ -66,8 +70,8 @@ def generate(
     Args:
         target: the model that decides.
         drafter: the strategy that proposes, made for this target.
-        prompt: a user's message, a conversation as ``[{"role": ..., "content": ...}]``, or token ids as they are.
-            Text goes through the tokenizer's chat template.
+        prompt: a user's message, a conversation as ``[{"role": ..., "content": ...}]``, or token ids as they are, a
+            tensor or an array too. Text goes through the tokenizer's chat template.
         max_new_tokens: most tokens of the answer, EOS included.
         sampling: how tokens are chosen; greedy by default.
         acceptance: how drafts are accepted, an ``Acceptance`` or the name of its rule; ``typical`` is lossy.
@@ -100,14 +104,18 @@ def prompt_ids(target: Target, prompt: Prompt) -> tuple[int, ...]:
     Raises:
         InputError: an empty prompt, an id outside the vocabulary, or text for a target without tokenizer.
     """
+    if isinstance(prompt, Tensor | np.ndarray):
+        prompt = prompt.reshape(-1).tolist() if prompt.ndim < 2 or prompt.shape[0] == 1 else []
     if not prompt:
-        raise InputError("prompt", prompt, "give at least one token")
-    if not isinstance(prompt, str) and isinstance(prompt[0], int):
+        raise InputError("prompt", prompt, "give at least one token, of one prompt")
+    if not isinstance(prompt, str) and isinstance(prompt[0], Integral):
         ids = tuple(int(token) for token in prompt)  # type: ignore[call-overload]
         strange = [token for token in ids if not 0 <= token < target.vocab_size]
         if strange:
             raise InputError("prompt", strange[0], f"token ids run from 0 to {target.vocab_size - 1}")
         return ids
+    if not isinstance(prompt, str) and not all(isinstance(message, Mapping) for message in prompt):
+        raise InputError("prompt", prompt, "give a text, messages with role and content, or token ids, whole numbers")
     if target.tokenizer is None:
         raise InputError("prompt", prompt, "this target has no tokenizer; give token ids")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

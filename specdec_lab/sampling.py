@@ -93,6 +93,8 @@ class SamplingParams:
             raise InputError("sampling.repetition_penalty", self.repetition_penalty, remedy)
         if self.min_new_tokens < 0:
             raise InputError("sampling.min_new_tokens", self.min_new_tokens, "give a whole number of at least 0")
+        if self.seed < 0:
+            raise InputError("sampling.seed", self.seed, "give a whole number of at least 0")
         for name in ("bad_words", "logits_processors"):
             if isinstance(value := getattr(self, name), str) or not isinstance(value, Sequence):
                 raise InputError(f"sampling.{name}", value, "give a tuple of them, even for a single one")

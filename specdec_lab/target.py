@@ -8,7 +8,7 @@ not being counted. Buffers are allocated once and written in place (``docs/decis
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -303,9 +303,10 @@ class Target:
         self._groups = self._query_groups()
 
     def synchronize(self) -> None:
-        """Wait until the device has done all work handed to it, so that a clock can be read."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Wait until the devices of all layers have done the work handed to them, so that a clock can be read."""
+        for device in {self.device, *(shape.device for shape in self._layers.values())}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     # --- the cache --------------------------------------------------------------------------------------------------
 
@@ -324,23 +325,10 @@ class Target:
             capacity = _round_up(tokens + max(self._padded_nodes(tree_nodes), QUERY_BUCKETS[-1]), KV_MULTIPLE)
         if self._cache is None or self._cache.rows < rows or self._cache.capacity < capacity:
             self._cache = None  # frees the old buffers before the new ones are made
-            self._refuse_without_memory(rows, capacity)
+            refuse_without_memory(self._layers.values(), rows, capacity)
             self._cache = TreeCache(self._layers, rows, capacity)
         self._lengths = [0] * self._cache.rows
         self._pending = {}
-
-    def _refuse_without_memory(self, rows: int, capacity: int) -> None:
-        needed: dict[torch.device, int] = {}
-        for shape in self._layers.values():
-            numbers = rows * capacity * shape.kv_heads * (shape.key_dim + shape.value_dim)
-            needed[shape.device] = needed.get(shape.device, 0) + numbers * shape.dtype.itemsize
-        for device, count in needed.items():
-            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else virtual_memory().available
-            if count > free:
-                raise NoRoomError(
-                    f"a cache of {rows} rows of {capacity} tokens takes {count / 1e9:.1f} GB and {device} has "
-                    f"{free / 1e9:.1f} GB free; use a smaller batch, fewer new tokens or shorter prompts"
-                )
 
     @property
     def cache(self) -> TreeCache:
@@ -603,6 +591,8 @@ class Target:
     def _check_against_plain_forward(self) -> None:
         """Compare a prefill and a forked tree with the model's own forward, so that no model is silently wrong."""
         ids = torch.randint(0, self.vocab_size, (6,), generator=torch.Generator().manual_seed(0)).tolist()
+        if ids[4] == ids[5]:  # siblings carry different tokens
+            ids[5] = (ids[5] + 1) % self.vocab_size
         tree = DraftTree((ids[3], ids[4], ids[5], ids[5]), (-1, 0, 0, 1))
         try:
             self.allocate(1, 8, 8)
@@ -622,6 +612,33 @@ class Target:
         if not difference <= allowed:
             reason = f"its logits through the tree cache are off by {difference:.3g}, more than rounding explains"
             raise UnsupportedModelError(_unsupported(self.model, reason))
+
+
+def refuse_without_memory(layers: Iterable[LayerShape], rows: int, capacity: int) -> None:
+    """Refuse a cache of these layers that its devices have no room for.
+
+    Raises:
+        NoRoomError: names the device, and the bytes that are needed and free.
+    """
+    needed: dict[torch.device, int] = {}
+    for shape in layers:
+        numbers = rows * capacity * shape.kv_heads * (shape.key_dim + shape.value_dim)
+        needed[shape.device] = needed.get(shape.device, 0) + numbers * shape.dtype.itemsize
+    for device, count in needed.items():
+        free = free_bytes(device)
+        if count > free:
+            raise NoRoomError(
+                f"a cache of {rows} rows of {capacity} tokens takes {count / 1e9:.1f} GB and {device} has "
+                f"{free / 1e9:.1f} GB free; use a smaller batch, fewer new tokens or shorter prompts"
+            )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that a device can still give, those that PyTorch's allocator holds without use included."""
+    if device.type != "cuda":
+        return virtual_memory().available
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:

@@ -172,7 +172,9 @@ def without(tree: DraftTree, dropped: Callable[[int], bool]) -> DraftTree:
         if tree.parents[node] in place and not dropped(node):
             place[node] = len(place)
     kept = tuple(place)
-    return DraftTree(tuple(tree.tokens[node] for node in kept), (-1, *(place[tree.parents[node]] for node in kept[1:])))
+    parents = (-1, *(place[tree.parents[node]] for node in kept[1:]))
+    sure = None if tree.confidence is None else tuple(tree.confidence[node] for node in kept)
+    return DraftTree(tuple(tree.tokens[node] for node in kept), parents, confidence=sure)
 
 
 def first_nodes(tree: DraftTree, count: int) -> DraftTree:

@@ -142,6 +142,7 @@ def facts(**changes: Any) -> dict[str, Any]:
             "parameters": 1000,
             "weight_bytes": 2000,
         },
+        "verify_ms": None,
         "prompts": {"source": "made.jsonl", "sha256": "ab" * 32, "count": 15, "turns": 20},
         "sampling": {
             **sampling,

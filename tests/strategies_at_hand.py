@@ -31,6 +31,8 @@ def maker(name: str, folder: Path, **changes: object) -> Make:
         config = OmegaConf.create(text)
         assert isinstance(config, DictConfig)
         given: dict[str, object] = {}
+        if "min_probability" in config:  # random models are sure of nothing, and would draft a single level
+            config.min_probability = 0
         if config.get("model") == SHIPPED:
             config.model = str(disturbed_copy(target, folder, 1.0 if target.name == "toy" else 0.1))
         if config.get("head") == SHIPPED:

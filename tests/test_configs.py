@@ -108,6 +108,7 @@ def test_strategies_default_to_those_that_need_nothing():
         (["typical.epsilon=0"], "typical.epsilon=0.0: "),
         (["typical.delta=-1"], "typical.delta=-1.0: "),
         (["typical=3"], "typical=3: "),
+        (["batch_nodes=8", "exact=fixed_shape"], "batch_nodes=8: exact=fixed_shape pads every forward"),
         (["batch_size=3", "batch_nodes=2"], "batch_nodes=2: give at least batch_size, which is 3"),
         (["sampling.bad_words=the"], r"sampling.bad_words='the': give a list, as \[the\]"),
         (["drafter.hybrid.members=[]"], r"drafter.hybrid.members=\[\]: name at least one"),

@@ -755,18 +755,27 @@ def test_a_budget_of_nodes_for_the_whole_batch(batch_nodes: int, tiny_target: Ge
     assert len(last.generation.rounds[0].tokens) == 4
 
 
-def test_off_the_cpu_all_nodes_are_processed_at_once(monkeypatch: pytest.MonkeyPatch):
-    """Guards SP-01: the way that accelerators take gives the same texts, under every kind of processor."""
+@pytest.mark.parametrize("rule", ["rejection", "typical"])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_off_the_cpu_all_nodes_are_processed_at_once(rule: RuleName, drawn: bool, monkeypatch: pytest.MonkeyPatch):
+    """Guards SP-01: the way that accelerators take gives the same texts, under every kind of processor and rule.
+
+    Rules that ask for whole laws take them after a prefill of several tokens too, which leaves one row of logits.
+    """
     target = three_token_target()
-    requests = [Request((0,), 20, noise_key=(number,)) for number in range(5)]
+    requests = [Request((0, 1, 0), 20, noise_key=(number,)) for number in range(5)]
     sampling = SamplingParams(0.9, top_k=2, repetition_penalty=1.3, bad_words=((0, 0, 0),))
     drafter = PathsDrafter(target, [[0, 1, 2], [1, 1], [2]])
-    visited = decode(target, drafter, requests, sampling=sampling, batch_size=2)
+    if drawn:
+        drafter = DrawingDrafter(target, DRAFT_LAWS, (-1, 0, 1, 2))
+    options = {"sampling": sampling, "batch_size": 2, "acceptance": Acceptance(rule)}
+    visited = decode(target, drafter, requests, **options)
     of_round = decode_module.choices_of_round
     monkeypatch.setattr(
         decode_module, "choices_of_round", lambda *given, **named: of_round(*given, **{**named, "all_at_once": True})
     )
-    at_once = decode(target, drafter, requests, sampling=sampling, batch_size=2)
+    at_once = decode(target, drafter, requests, **options)
+    assert all(one.error is None for one in visited)
     assert [one.output_ids for one in at_once] == [one.output_ids for one in visited]
     assert [one.rounds[0].path for one in at_once] == [one.rounds[0].path for one in visited]
 

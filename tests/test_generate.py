@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from specdec_lab import Generation, Target, generate
 from specdec_lab.drafters.ngram import NgramDrafter
@@ -21,6 +23,9 @@ def test_a_message_a_conversation_and_ids_are_the_same_prompt(target: Target) ->
     conversation = generate(target, drafter, [{"role": "user", "content": "Hello there"}], max_new_tokens=12)
     ids = generate(target, drafter, list(message.request.prompt_ids), max_new_tokens=12)
     assert message.output_ids == conversation.output_ids == ids.output_ids
+    one = torch.tensor(message.request.prompt_ids)
+    for given in (one, one[None], one.numpy(), list(one.numpy()), torch.tensor([one.tolist()]).numpy()):
+        assert generate(target, drafter, given, max_new_tokens=12).output_ids == message.output_ids
     assert len(message.output_ids) == 12
 
 
@@ -49,6 +54,9 @@ def test_logprobs_come_on_request(target: Target) -> None:
     [
         ("", {}, "prompt"),
         ([], {}, "prompt"),
+        (torch.empty(0, dtype=torch.long), {}, "prompt"),
+        (torch.tensor([[1, 2], [3, 4]]), {}, "prompt"),
+        (np.array([1.5]), {}, "prompt"),
         ([1, 10_000_000], {}, "prompt"),
         ("Hello", {"max_new_tokens": 0}, "max_new_tokens"),
         ("Hello", {"stop": [""]}, "stop"),

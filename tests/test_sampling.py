@@ -378,6 +378,7 @@ def test_noise_is_the_stated_hash():
         ("top_p", float("nan")),
         ("min_p", -0.1),
         ("min_p", 1.5),
+        ("seed", -1),
     ],
 )
 def test_values_out_of_range_are_refused(field: str, value: float):

@@ -131,6 +131,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_1(command, tmp_path: Path, over
         assert last.startswith("error: ")
         assert all(word in last for word in words)
     assert not list(tmp_path.rglob("requests.jsonl"))
+    assert not list(tmp_path.glob("outputs/benchmark/*"))  # an empty run folder would look like a run
 
 
 def test_a_mistake_in_a_process_of_its_own(tmp_path: Path):
@@ -158,7 +159,7 @@ def test_a_damaged_weight_file_is_refused_by_name(command, tmp_path: Path):
     assert code == 1
     assert "Traceback" not in out + err
     assert "model" in err.strip().splitlines()[-1]
-    assert not list((tmp_path / "run").iterdir())
+    assert not (tmp_path / "run").exists()
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

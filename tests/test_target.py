@@ -32,7 +32,7 @@ from transformers.masking_utils import sdpa_mask
 from specdec_lab import target as target_module
 from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.errors import NoRoomError, UnsupportedModelError
-from specdec_lab.target import Exact, Target
+from specdec_lab.target import Exact, Target, free_bytes
 from specdec_lab.tree import DraftTree, chain, root_only
 
 GetTarget = Callable[..., Target]
@@ -525,6 +525,20 @@ def test_latent_attention_runs_packed():
     sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
     sizes |= {"moe_intermediate_size": 16, "num_key_value_heads": 4}
     check_node_logits(Target(_model("deepseek_v3", "specdec_packed", sizes)), rounds=2)
+
+
+@pytest.mark.parametrize("vocab", [2, 3, 4, 8, 157, 314])
+def test_any_vocabulary_passes_the_check_at_set_up(vocab: int):
+    """The check's own tree had two siblings of one token at some sizes, which no tree may have."""
+    assert Target(tiny_model("llama", vocab_size=vocab)).vocab_size == vocab
+
+
+def test_free_memory_counts_what_the_allocator_holds(monkeypatch: pytest.MonkeyPatch):
+    """A cache that grows has just given its old buffers back, to PyTorch and not to the device."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
+    assert free_bytes(torch.device("cuda:0")) == 65
 
 
 def test_the_check_leaves_the_global_random_state_alone():

@@ -141,7 +141,8 @@ def test_lists_become_tuples_and_a_tree_cannot_be_edited():
 def test_pruned_trees_are_trees(data: st.DataObject):
     """Guards TR-08: whatever is dropped, what hangs from it goes too, and the rest keeps its paths."""
     paths = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=6))
-    tree = from_paths(9, paths)
+    sure = [[1 / (2 + depth) for depth in range(len(path))] for path in paths]
+    tree = from_paths(9, paths, confidences=sure)
     dropped = data.draw(st.sets(st.integers(0, 30)))
     kept = without(tree, lambda node: node in dropped)
     texts = {tuple(kept.tokens[at] for at in kept.path_to(node)[1:]) for node in range(len(kept))}
@@ -151,6 +152,9 @@ def test_pruned_trees_are_trees(data: st.DataObject):
         if not dropped & set(tree.path_to(node)[1:])
     }
     assert texts == wanted
+    assert (kept.confidence is None) == (tree.confidence is None)
+    if kept.confidence is not None:
+        assert kept.confidence[1:] == tuple(1 / (1 + depth) for depth in kept.depths[1:])
     for count in range(1, len(tree) + 1):
         first = first_nodes(tree, count)
         assert first.tokens == tree.tokens[:count]

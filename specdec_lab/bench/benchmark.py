@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ from specdec_lab.bench.run import (
 from specdec_lab.bench.settings import BASELINE, UNPADDED_BASELINE, RunPlan, changed_settings
 from specdec_lab.bench.statistics import request_key
 from specdec_lab.bench.summary import StrategyFacts, run_facts, summarise, write_summary
-from specdec_lab.errors import InputError
+from specdec_lab.cost import VerifyCost
+from specdec_lab.errors import InputError, one_line
 from specdec_lab.provenance import provenance
 from specdec_lab.sampling import Processing
 from specdec_lab.target import Target
@@ -50,6 +51,9 @@ from specdec_lab.verify import LAW_RULES
 log = logging.getLogger(__name__)
 
 ALONE = Launch()
+
+VERIFY_MS = "verify_ms"
+"""Field of ``config.yaml`` with the forward times by which trees are sized."""
 
 SINGLE_THREAD_PARAMETERS = 5_000_000
 """Below this many parameters a forward is too short to be shared between threads."""
@@ -84,6 +88,7 @@ def refuse_changes(plan: RunPlan, folder: Path, *, loaded: bool) -> None:
         InputError: names what differs, or ``config.yaml`` is damaged.
     """
     before, now = read_config(folder), stated_config(plan)
+    before.pop(VERIFY_MS, None)  # what was measured is taken over
     changes = changed_settings(before, now)
     settings = [change for change in changes if not change.startswith(("provenance", "prompts_sha256="))]
     if settings:
@@ -97,6 +102,22 @@ def refuse_changes(plan: RunPlan, folder: Path, *, loaded: bool) -> None:
     if changes:
         remedy = f"the run in {folder} was made with something else: {', '.join(changes)}; restore that or give "
         raise InputError("resume", True, f"{remedy}another folder")
+
+
+def measured_before(plan: RunPlan, folder: Path) -> dict[int, float] | None:
+    """Return the forward times that a run which goes on has measured: its trees stay as large as they were.
+
+    Raises:
+        InputError: ``config.yaml`` states times that cannot be.
+    """
+    if not (plan.settings.resume and (folder / CONFIG).exists()):
+        return None
+    try:
+        stated = read_config(folder).get(VERIFY_MS)
+        return None if stated is None else dict(VerifyCost(stated).points)
+    except (InputError, TypeError) as error:
+        remedy = f"{folder / CONFIG} states {VERIFY_MS} that cannot be ({one_line(error)}); restore it or give another"
+        raise InputError("resume", True, remedy) from error
 
 
 def run_benchmark(
@@ -134,7 +155,7 @@ def run_benchmark(
             if plan.settings.resume and (folder / CONFIG).exists():
                 refuse_changes(plan, folder, loaded=True)
             with enough_memory():
-                reserve(share, strategies)
+                verify_ms = reserve(share, strategies, measured_before(plan, folder), launch.shared)
         with storage(folder):
             with launch.together():
                 if launch.main:
@@ -142,7 +163,7 @@ def run_benchmark(
             with launch.together():
                 requests = RequestLog(launch.requests_path(folder), resume=plan.settings.resume)
                 check_same_prompts(share, strategies, requests)
-            summary = _measure(plan, folder, strategies, requests, err, clock, launch)
+            summary = _measure(plan, folder, strategies, requests, verify_ms, err, clock, launch)
     if launch.main:
         out.print(result_table(summary))
     return summary
@@ -153,6 +174,7 @@ def _measure(
     folder: Path,
     strategies: Sequence[Strategy],
     requests: RequestLog,
+    verify_ms: Mapping[int, float] | None,
     err: Console,
     clock: Clock,
     launch: Launch,
@@ -163,7 +185,8 @@ def _measure(
         if launch.main:
             if plan.settings.overwrite:
                 clear_folder(folder)
-            write_atomically(folder / CONFIG, yaml.safe_dump(stated_config(plan), sort_keys=False, allow_unicode=True))
+            stated = {**stated_config(plan), VERIFY_MS: verify_ms}
+            write_atomically(folder / CONFIG, yaml.safe_dump(stated, sort_keys=False, allow_unicode=True))
     with log_to(folder / LOG, err) if launch.main else nullcontext():
         with launch.together(), requests:
             expected = expected_keys(share, strategies)
@@ -178,9 +201,8 @@ def _measure(
                 order = {strategy.name: at for at, strategy in enumerate(strategies)}
                 rows = merge_rows(folder, plan, order, launch)
             facts = [strategy_facts(strategy, plan) for strategy in strategies]
-            summary = summarise(
-                rows, run_facts(plan, strategies[0].target), facts, len(expected_keys(plan, strategies))
-            )
+            about = run_facts(plan, strategies[0].target, verify_ms)
+            summary = summarise(rows, about, facts, len(expected_keys(plan, strategies)))
             write_summary(folder, summary)
         if plan.tracking is not None:
             try:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from specdec_lab.bench.files import MOST_PROCESSES, REQUESTS, part_name
 from specdec_lab.bench.records import RowKey, key_of, read_rows, write_rows
 from specdec_lab.bench.settings import RunPlan
 from specdec_lab.errors import InputError, SpecdecError, described
+
+T = TypeVar("T")
 
 PATIENCE = timedelta(days=7)
 """How long a process waits for the others: they meet after all of their prompts, and some finish hours earlier."""
@@ -49,13 +51,16 @@ class Launch:
         """Whether this is the first process."""
         return self.rank == 0
 
-    def shared(self, value: str) -> str:
-        """Return the first process's value."""
-        if self.count == 1:
-            return value
-        from accelerate.utils import broadcast_object_list
+    def shared(self, value: T) -> T:
+        """Return the first process's value; of processes that share a model, once it is loaded and they have met."""
+        values = [value]
+        if self.count > 1:
+            from accelerate.utils import broadcast_object_list
 
-        return broadcast_object_list([value])[0]
+            broadcast_object_list(values)
+        elif self.one_model and torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(values)
+        return values[0]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -80,7 +85,7 @@ class Launch:
             raise own
 
     def share(self, plan: RunPlan) -> RunPlan:
-        """Return the plan with this process's prompts alone: every so-manieth, so that kinds of tasks spread."""
+        """Return the plan with this process's prompts alone: every n-th, so that kinds of tasks spread."""
         if self.count == 1:
             return plan
         return replace(plan, prompts=replace(plan.prompts, prompts=plan.prompts.prompts[self.rank :: self.count]))

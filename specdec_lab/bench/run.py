@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 import torch
@@ -16,8 +17,10 @@ from specdec_lab.bench.records import RequestLog, RowKey, failed_row, make_row
 from specdec_lab.bench.schedule import Block, blocks
 from specdec_lab.bench.settings import BASELINE, RunPlan
 from specdec_lab.chat import render_chat
+from specdec_lab.cost import VerifyCost, measure_verify_cost
 from specdec_lab.decode import Generation, Request, speculative_decode
 from specdec_lab.drafters.base import Drafter
+from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import InputError, NoRoomError, described, one_line
 from specdec_lab.target import Target
 from specdec_lab.timing import Stopwatch
@@ -150,13 +153,40 @@ def check_same_prompts(plan: RunPlan, strategies: Sequence[Strategy], requests: 
             raise InputError("prompts.path", plan.prompts.source, f"question {key.question_id}: {remedy}")
 
 
-def reserve(plan: RunPlan, strategies: Sequence[Strategy]) -> None:
-    """Give each target its cache for the whole run.
+def reserve(
+    plan: RunPlan,
+    strategies: Sequence[Strategy],
+    verify_ms: Mapping[int, float] | None = None,
+    agree: Callable[[Any], Any] = lambda value: value,
+) -> dict[int, float] | None:
+    """Give each target its cache for the whole run, and all strategies the times by which trees are sized.
+
+    Args:
+        verify_ms: as an earlier part of the run measured them; ``None`` measures them.
+        agree: makes one value of those that several processes have found.
+
+    Returns:
+        Milliseconds of a verify forward by its nodes; ``None`` if no strategy asks for them.
 
     Raises:
         NoRoomError: there is not enough memory.
     """
-    allocate(plan, strategies, cache_tokens(strategies[0].target, plan.prompts.prompts, plan.settings.max_new_tokens))
+    tokens = cache_tokens(strategies[0].target, plan.prompts.prompts, plan.settings.max_new_tokens)
+    allocate_targets(plan, strategies, tokens)
+    waiting = [
+        drafter
+        for drafter in (strategy.drafter for strategy in strategies)
+        if isinstance(drafter, SizedDrafter) and drafter.awaits_cost
+    ]
+    if waiting and verify_ms is None:
+        most = max(drafter.max_nodes for drafter in waiting)
+        cost = measure_verify_cost(waiting[0].target, most, rows=rows_at_once(plan))
+        verify_ms = None if cost is None else dict(cost.points)
+    verify_ms = agree(verify_ms) if waiting else None
+    for drafter in waiting:
+        drafter.size_by(None if verify_ms is None else VerifyCost(verify_ms))
+    allocate(plan, strategies, tokens)
+    return None if verify_ms is None else dict(verify_ms)
 
 
 def allocate(plan: RunPlan, strategies: Sequence[Strategy], tokens: int) -> None:
@@ -164,12 +194,19 @@ def allocate(plan: RunPlan, strategies: Sequence[Strategy], tokens: int) -> None
 
     So no strategy has to wait for a larger one while it decodes, and all run on caches of one size.
     """
-    nodes = max(strategy.drafter.max_nodes for strategy in strategies)
+    tokens = allocate_targets(plan, strategies, tokens)
     for strategy in strategies:
-        limit = strategy.target.max_length
-        tokens = tokens if limit is None else min(tokens, limit)
-        strategy.target.allocate(rows_at_once(plan), tokens, nodes)
         strategy.drafter.allocate(rows_at_once(plan), tokens)
+
+
+def allocate_targets(plan: RunPlan, strategies: Sequence[Strategy], tokens: int) -> int:
+    """Give each target a cache for the widest strategy, and return the tokens of it that positions allow."""
+    nodes = max(strategy.drafter.max_nodes for strategy in strategies)
+    limits = [strategy.target.max_length for strategy in strategies]
+    tokens = min([tokens, *(limit for limit in limits if limit is not None)])
+    for strategy in strategies:
+        strategy.target.allocate(rows_at_once(plan), tokens, nodes)
+    return tokens
 
 
 def cache_tokens(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> int:

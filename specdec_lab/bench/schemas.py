@@ -13,7 +13,7 @@ from jsonschema.exceptions import ValidationError, best_match
 from jsonschema.validators import extend
 from referencing import Registry, Resource
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Version of both files; it changes with them, together with a changelog entry."""
 
 TOKEN_ID = {"type": "integer", "minimum": 0}

@@ -90,6 +90,9 @@ def plan_run(config: Mapping[str, Any]) -> RunPlan:
     if settings.batch_nodes is not None and settings.batch_nodes < settings.batch_size:
         remedy = f"give at least batch_size, which is {settings.batch_size}: each row has a root"
         raise InputError("batch_nodes", settings.batch_nodes, remedy)
+    if settings.batch_nodes is not None and settings.exact == "fixed_shape":
+        remedy = "exact=fixed_shape pads every forward, beyond any bound; leave out the one or the other"
+        raise InputError("batch_nodes", settings.batch_nodes, remedy)
     sampling.check_budget(settings.max_new_tokens)
     names = choose_strategies(wanted, groups["drafter"], groups["target"].get("model"))
     nodes = {name: _node(node, f"drafter.{name}") for name, node in groups["drafter"].items()}

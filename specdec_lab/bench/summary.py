@@ -43,7 +43,7 @@ class StrategyFacts:
     draft_training_tokens: int | None = None
 
 
-def run_facts(plan: RunPlan, target: Target) -> dict[str, Any]:
+def run_facts(plan: RunPlan, target: Target, verify_ms: Mapping[int, float] | None) -> dict[str, Any]:
     """Return the part of the summary that does not come from rows."""
     node, prompts = plan.config["target"], plan.prompts
     return {
@@ -66,6 +66,7 @@ def run_facts(plan: RunPlan, target: Target) -> dict[str, Any]:
         },
         "sampling": plan.sampling.record(),
         "typical": plan.settings.typical.model_dump() if plan.acceptance.rule == "typical" else None,
+        "verify_ms": None if verify_ms is None else {str(nodes): time for nodes, time in verify_ms.items()},
         **{name: getattr(plan.settings, name) for name in SETTINGS},
     }
 

@@ -41,7 +41,7 @@ def _machine(run: Run) -> dict[str, Any]:
 def _device(run: Run) -> str:
     stated = str((run.config.get("target") or {}).get("device", "auto"))
     if stated != "auto":
-        return stated
+        return stated.split(":")[0]  # which of several alike does not matter, and auto does not say
     return "cuda" if run.summary["machine"]["gpu"] else "cpu"
 
 
@@ -51,6 +51,15 @@ def _target(run: Run) -> dict[str, Any]:
     loaded = {key: run.summary["target"][key] for key in ("name", "model", "parameters")}
     size = _DTYPE_BYTES.get(run.summary["target"]["dtype"], 1)
     return {**configured, **loaded, "stored_weights": run.summary["target"]["weight_bytes"] / size}
+
+
+def _sampling(run: Run) -> dict[str, Any]:
+    """Return the parameters without the seed, which is a fact of its own."""
+    return {key: value for key, value in run.summary["sampling"].items() if key != "seed"}
+
+
+def _seeds(run: Run) -> dict[str, Any]:
+    return {"seed": run.summary["seed"], "sampling.seed": run.summary["sampling"].get("seed")}
 
 
 _OWN_FACTS = ("device", "dtype", "revision")
@@ -72,14 +81,14 @@ FACTS = (
         lambda run: {"rule": run.summary["acceptance"], "typical": run.summary["typical"]},
         "another rule accepts other drafts, and a lossy one changes the answers",
     ),
-    Fact("sampling", _of("sampling"), "other sampling gives other answers and another acceptance"),
+    Fact("sampling", _sampling, "other sampling gives other answers and another acceptance"),
     Fact("exact", _of("exact"), "padded forwards take longer, the baseline's too"),
     Fact("max_new_tokens", _of("max_new_tokens"), "acceptance and speed change along an answer"),
     Fact("stop", lambda run: list(run.config.get("stop") or ()), "other stop texts end answers elsewhere"),
     Fact("batch_size", _of("batch_size"), "in a batch a forward costs less per row, and drafts gain less"),
     Fact("batch_nodes", _of("batch_nodes"), "the bound cuts trees"),
     Fact("repeats", _of("repeats"), "only the repeats that all have are paired", refused=False),
-    Fact("seed", _of("seed"), "sampling noise and bootstrap are drawn anew", refused=False),
+    Fact("seed", _seeds, "sampling noise and bootstrap are drawn anew", refused=False),
     Fact("git_sha", _of("git_sha"), "another commit can change every number", refused=False),
     Fact("complete", _of("complete"), "requests that failed on either side take no part", refused=False),
 )

@@ -143,11 +143,11 @@ def _run_notices(runs: Sequence[Run]) -> list[str]:
     texts = [run.texts() for run in runs]
     for number, own in enumerate(texts[1:], start=2):
         shared = own.keys() & texts[0].keys()
-        other = sum(own[question] != texts[0][question] for question in shared)
+        other = sum(own[request] != texts[0][request] for request in shared)
         if other or shared != own.keys() | texts[0].keys():
             found.append(
-                f"Runs 1 and {number} share {len(shared) - other} questions; only these are compared between them "
-                f"({other} have the same id and are other tokens)."
+                f"Runs 1 and {number} share {len(shared) - other} requests; only these are compared between them "
+                f"({other} have the same id and turn and are other tokens)."
             )
     return found
 

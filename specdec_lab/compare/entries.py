@@ -34,7 +34,8 @@ class Entry:
         numbers: its entry of ``summary.json``.
         requests: its successful requests that have a decode rate.
         baseline: those of the baseline of the same run.
-        texts: token ids of each question's first turn; two runs share a question only if these agree.
+        texts: token ids of each request's prompt; two runs share a request only if these agree, which a later turn's
+            need not do: it continues the answer that its own run's baseline gave.
     """
 
     label: str
@@ -42,7 +43,7 @@ class Entry:
     numbers: Mapping[str, Any]
     requests: Mapping[RequestKey, Measured]
     baseline: Mapping[RequestKey, Measured]
-    texts: Mapping[Hashable, tuple[int, ...]]
+    texts: Mapping[RequestKey, tuple[int, ...]]
 
     @property
     def is_baseline(self) -> bool:

@@ -26,12 +26,12 @@ EQUAL_WITHIN = 1e-12
 
 
 def shared_requests(first: Entry, second: Entry) -> list[RequestKey]:
-    """Return the requests that both and both baselines have finished, of questions that are the same tokens in both.
+    """Return the requests that both and both baselines have finished, and whose prompts are the same tokens in both.
 
     In the order in which the first finished them, as in its run's own bootstrap.
     """
     keys = first.baseline.keys() & second.requests.keys() & second.baseline.keys()
-    return [key for key in first.requests if key in keys and first.texts.get(key[0]) == second.texts.get(key[0])]
+    return [key for key in first.requests if key in keys and first.texts.get(key) == second.texts.get(key)]
 
 
 def request_columns(first: Entry, second: Entry, keys: Sequence[RequestKey]) -> Columns:

@@ -14,6 +14,7 @@ from specdec_lab.bench.files import CONFIG, REQUESTS, SUMMARY
 from specdec_lab.bench.metrics import Row
 from specdec_lab.bench.records import read_rows
 from specdec_lab.bench.schemas import SCHEMA_VERSION, fault, loads
+from specdec_lab.bench.statistics import request_key
 from specdec_lab.errors import InputError, one_line
 
 FIELD = "RUN_DIR"
@@ -41,8 +42,8 @@ class Run:
         return [row for row in self.rows if row["strategy"] == strategy and row["status"] == "ok"]
 
     def texts(self) -> dict[Hashable, tuple[int, ...]]:
-        """Return the token ids of each question's first turn, as the target read them."""
-        return {row["question_id"]: tuple(row["prompt_ids"]) for row in self.rows if row["turn"] == 0}
+        """Return the token ids of each request's prompt, as the target read them: the same for all strategies."""
+        return {request_key(row): tuple(row["prompt_ids"]) for row in self.rows if row["status"] == "ok"}
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[Run, ...]:

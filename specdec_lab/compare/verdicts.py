@@ -55,6 +55,8 @@ def _chosen(entries: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
         for other in entries[place + 1 :]:
             if one.is_baseline and other.is_baseline:
                 continue
+            if (one.is_baseline or other.is_baseline) and one.run != other.run:
+                continue  # over its own run's baseline a strategy is in the list already, with the same ratio
             found.append((one, other) if other.is_baseline else (other, one))
     return found
 

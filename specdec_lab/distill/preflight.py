@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from psutil import virtual_memory
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from specdec_lab.distill.feature_cache import size_text
 from specdec_lab.distill.features import FeatureSource, on_device
 from specdec_lab.distill.learner import Learner
 from specdec_lab.errors import InputError, SpecdecError, UnsupportedModelError, listed
-from specdec_lab.target import Target
+from specdec_lab.target import Target, free_bytes
 from specdec_lab.tree import chain
 
 COMPARED_TOKENS = 128
@@ -441,11 +440,6 @@ def activation_bytes(learner: Learner, batch: Batch) -> int:
         outcome = learner(batch)
     del outcome
     return sum(kept.values())
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes that a device has free."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else virtual_memory().available
 
 
 def _bytes(tensor: Tensor) -> int:

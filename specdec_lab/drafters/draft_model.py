@@ -12,8 +12,9 @@ from pydantic import Field
 from torch import Tensor
 
 from specdec_lab.choices import SequenceRule, processed
-from specdec_lab.cost import VerifyCost, best_chain_length, measure_verify_cost, paying_tree
-from specdec_lab.drafters.base import DraftContext, Drafter
+from specdec_lab.cost import best_chain_length, paying_tree
+from specdec_lab.drafters.base import DraftContext
+from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import InputError
 from specdec_lab.heads.draft_lm import DraftLM
 from specdec_lab.heads.draft_lm_files import is_draft_model, load_draft_model
@@ -29,7 +30,7 @@ from specdec_lab.verify import LAW_RULES
 log = logging.getLogger(__name__)
 
 
-class DraftModelDrafter(Drafter):
+class DraftModelDrafter(SizedDrafter):
     """Speculative decoding with a draft model (arXiv 2211.17192, 2302.01318), as chain or tree.
 
     The draft's cache holds committed tokens and nothing else: each draft level runs the tokens that were committed
@@ -54,11 +55,11 @@ class DraftModelDrafter(Drafter):
         width: candidates that are expanded at a level of a picked tree.
         nodes: most draft tokens of a picked tree; ``None``: as many as the other settings give.
         min_probability: drafting along a path stops once the product of the draft's probabilities falls below this; a
-            token that was drawn stays. 0 always drafts ``k``.
+            token that was drawn stays, and so does the likeliest of all. 0 always drafts ``k``.
         verify_ms: milliseconds of the target's verify forward by its nodes, ``{1: 35, 8: 40}``; with them a picked tree
             is cut to what is worth while. ``None`` measures them once if the tree branches.
-        cost: time of one draft forward over one target forward, as measured; then the depth of each round is the best
-            for the acceptance seen so far in the sequence, at most ``k``. ``None`` always takes ``k``.
+        draft_cost: time of one draft forward over one target forward, as measured; then the depth of each round is the
+            best for the acceptance seen so far in the sequence, at most ``k``. ``None`` always takes ``k``.
         dtype: as for the target; ``auto`` is the target's own.
         device: as for the target; ``auto`` is the target's own.
         attention: as for the target.
@@ -73,13 +74,13 @@ class DraftModelDrafter(Drafter):
         target: Target,
         *,
         model: str | DraftLM = SHIPPED,
-        k: Annotated[int, Field(ge=1, le=64)] = 4,
-        branches: Annotated[int, Field(ge=1, le=32)] = 1,
-        width: Annotated[int, Field(ge=1, le=32)] = 1,
-        nodes: Annotated[int, Field(ge=1, le=512)] | None = None,
-        min_probability: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+        k: Annotated[int, Field(ge=1, le=64)] = 3,
+        branches: Annotated[int, Field(ge=1, le=32)] = 4,
+        width: Annotated[int, Field(ge=1, le=32)] = 3,
+        nodes: Annotated[int, Field(ge=1, le=512)] | None = 24,
+        min_probability: Annotated[float, Field(ge=0, lt=1)] = 0.04,
         verify_ms: Mapping[int, float] | None = None,
-        cost: Annotated[float, Field(gt=0)] | None = None,
+        draft_cost: Annotated[float, Field(gt=0)] | None = None,
         dtype: Dtype = "auto",
         device: str = "auto",
         attention: Attention = "auto",
@@ -87,10 +88,10 @@ class DraftModelDrafter(Drafter):
         trust_remote_code: bool = False,
     ) -> None:
         grown = branches + width * branches * (k - 1)  # candidates of all levels
-        super().__init__(target, max_nodes=1 + max(min(grown, nodes or grown), branches * k))
+        most = 1 + max(min(grown, nodes or grown), branches * k)
+        super().__init__(target, max_nodes=most, verify_ms=verify_ms, sized=branches * width > 1)
         self.k, self.branches, self.width, self.nodes = k, branches, width, nodes or grown
-        self.min_probability, self.cost = min_probability, cost
-        self.verify_cost = None if verify_ms is None else VerifyCost(verify_ms)
+        self.min_probability, self.draft_cost = min_probability, draft_cost
         made, facts = _made_from_target(target, model)
         self.training_tokens = training_tokens(facts)
         self.vocabulary: DraftVocabulary | None = None  # of a draft that was made from the target
@@ -108,16 +109,14 @@ class DraftModelDrafter(Drafter):
         """Refuse an empty model name and times that cannot be; what it names is looked at when the target is there."""
         if not model:
             raise InputError("model", model, "give a hub id, a folder or a .gguf file of a causal LM")
-        if verify_ms is not None:
-            VerifyCost(verify_ms)
+        super().check_parameters(verify_ms=verify_ms)
 
     def allocate(self, rows: int, tokens: int) -> None:
         """Make room in the draft's own cache, which holds one round's tree behind the committed tokens."""
+        super().allocate(rows, tokens)
         limit = self.draft.max_length
         tokens = tokens if limit is None else min(tokens, limit)
         self.draft.allocate(rows, tokens, 2 * self.k + max(self.max_nodes, self.branches * self.width * self.k) + 2)
-        if self.verify_cost is None and self.branches * self.width > 1:
-            self.verify_cost = measure_verify_cost(self.target, self.max_nodes)
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of the draft's weights and cache."""
@@ -136,7 +135,7 @@ class DraftModelDrafter(Drafter):
         growing: dict[int, _Growth] = {}
         for context in contexts:
             if context.state is None:
-                self.draft.reset(context.row)
+                self.draft.reset(context.row, clear=True)  # a NaN of an earlier text must not spoil this one's drafts
                 context.state = _Memory(self._rule(context))
             depth = self._depth(context)
             if depth:
@@ -166,8 +165,8 @@ class DraftModelDrafter(Drafter):
         if max(context.tokens[self.draft.length(context.row) :]) >= self.draft.vocab_size:
             return 0  # the target has said an id that the draft has no row for, and neither can what comes after it
         limit, depth = self.draft.max_length, min(self.k, context.max_depth)
-        if self.cost is not None:
-            depth = min(depth, best_chain_length(memory.acceptance, self.cost, self.k))
+        if self.draft_cost is not None:
+            depth = min(depth, best_chain_length(memory.acceptance, self.draft_cost, self.k))
         if limit is None or len(context.tokens) + depth - 1 <= limit:
             return depth
         if not self._warned:
@@ -280,7 +279,8 @@ class _Growth:
         for node, children in zip(self.frontier, chosen, strict=True):
             for token, chance in children:
                 reach = self.reach[node] * chance
-                if not self.drawn and reach < drafter.min_probability:
+                best = len(self.tokens) == 1  # the likeliest of all is offered, however unlikely
+                if not (self.drawn or best) and reach < drafter.min_probability:
                     continue
                 born.append(len(self.tokens))
                 self.tokens.append(token)

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from specdec_lab.cost import VerifyCost, measure_verify_cost, paying_tree
-from specdec_lab.drafters.base import DraftContext, Drafter
+from specdec_lab.cost import paying_tree
+from specdec_lab.drafters.base import DraftContext
 from specdec_lab.drafters.medusa import MEASURED, check_head, measured_accuracy
+from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import DrafterError
 from specdec_lab.heads.decoder import attention_shape
 from specdec_lab.heads.eagle import EagleHead
@@ -24,13 +25,13 @@ from specdec_lab.heads.published_trees import published_tree
 from specdec_lab.heads.recurrent import SharedParts
 from specdec_lab.heads.shipped import SHIPPED, head_source
 from specdec_lab.rank_trees import RankTree, rank_tree, tree_from_accuracy
-from specdec_lab.target import LayerShape, Target, TreeCache
+from specdec_lab.target import LayerShape, Target, TreeCache, refuse_without_memory
 from specdec_lab.tree import DraftTree, root_only
 
 DYNAMIC = "dynamic"
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(SizedDrafter):
     """EAGLE-1, EAGLE-2 and EAGLE-3 (arXiv 2401.15077, 2406.16858, 2503.01840): the head decides which by its weights.
 
     The head's cache holds one row per committed token but the first, each made from the target's true hidden state;
@@ -82,8 +83,8 @@ class EagleDrafter(Drafter):
         self.width = width
         self.branches = min(self.static.branches if self.static else branches, len(head.vocabulary))
         self.nodes, self.min_probability = nodes, 0.0 if self.static else min_probability
-        super().__init__(target, max_nodes=1 + (len(self.static.paths) if self.static else nodes))
-        self.cost = None if verify_ms is None else VerifyCost(verify_ms)
+        most = 1 + (len(self.static.paths) if self.static else nodes)
+        super().__init__(target, max_nodes=most, verify_ms=verify_ms, sized=self.static is None)
         self.feature_layers = head.feature_layers
         self.token_ids = head.vocabulary.token_ids.to(target.device)
         self._cache: TreeCache | None = None
@@ -103,8 +104,7 @@ class EagleDrafter(Drafter):
         check_head(kind, head, revision)
         if isinstance(tree, str) and tree not in (DYNAMIC, MEASURED):
             published_tree(tree)
-        if verify_ms is not None:
-            VerifyCost(verify_ms)
+        super().check_parameters(verify_ms=verify_ms)
 
     def _static(self, tree: str | list[list[int]], depth: int, nodes: int, facts: Mapping[str, Any]) -> RankTree | None:
         if tree == DYNAMIC:
@@ -117,18 +117,19 @@ class EagleDrafter(Drafter):
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def allocate(self, rows: int, tokens: int) -> None:
-        """Make room for the committed tokens and one round's candidates, and measure the target once."""
+        """Make room for the committed tokens and one round's candidates; a cache that is large enough is kept."""
+        super().allocate(rows, tokens)
         config, weight = self.head.config, next(self.head.parameters())
         _, kv_heads, head_dim = attention_shape(config)
         shape = LayerShape(kv_heads, head_dim, head_dim, weight.dtype, weight.device)
         widest = max(self.width, len(self.static.paths) if self.static else 1)
         catching_up = max(ALONE, self.depth + 1)  # a row is written as wide as the widest one beside it
         capacity = tokens + self.depth * widest + catching_up + 1
-        self._cache = None  # the old one first: two need not fit
-        self._cache = TreeCache({0: shape}, rows, capacity)
+        if self._cache is None or self._cache.rows < rows or self._cache.capacity < capacity:
+            self._cache = None  # the old one first: two need not fit
+            refuse_without_memory([shape], rows, capacity)
+            self._cache = TreeCache({0: shape}, rows, capacity)
         self.head.rotation.reserve(capacity, weight)
-        if self.cost is None and self.static is None:
-            self.cost = measure_verify_cost(self.target, self.max_nodes)
 
     @property
     def cache(self) -> TreeCache:
@@ -168,6 +169,7 @@ class EagleDrafter(Drafter):
         message = context.verification
         if context.state is None:
             context.state = _Memory()
+            self.cache.clear(context.row)  # a NaN of an earlier sequence would reach this one through masked slots
         memory: _Memory = context.state
         path = torch.tensor(message.path)
         true = self.head.begin(
@@ -224,7 +226,7 @@ class EagleDrafter(Drafter):
     def _chances(self, states: Mapping[int, Tensor]) -> dict[int, tuple[list[list[int]], list[list[float]]]]:
         """Return the likeliest tokens after each state, and their chances, ``{row: ([states][branches], same)}``."""
         logits = self.head.logits(torch.cat(list(states.values())), self._output).float()
-        best = logits.softmax(dim=-1).topk(self.branches, dim=-1)
+        best = logits.softmax(dim=-1).nan_to_num(0).topk(self.branches, dim=-1)  # what is no number is no chance
         tokens, chances = self.token_ids[best.indices].tolist(), best.values.tolist()
         found, at = {}, 0
         for row, rows in states.items():
@@ -238,7 +240,7 @@ class EagleDrafter(Drafter):
             return root_only(growth.tokens[0])
         if self.static is not None:
             return DraftTree(tuple(growth.tokens), tuple(growth.parents), confidence=tuple(growth.values))
-        return paying_tree(growth.tokens, growth.parents, growth.values, self.nodes, self.cost)
+        return paying_tree(growth.tokens, growth.parents, growth.values, self.nodes, self.verify_cost)
 
     @property
     def _output(self) -> Tensor:

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Field
 
-from specdec_lab.cost import VerifyCost, measure_verify_cost
+from specdec_lab.cost import VerifyCost
 from specdec_lab.drafters.base import DraftContext, Drafter, Verification
+from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import InputError
 from specdec_lab.strategies import StrategyPlan, named_strategy
 from specdec_lab.target import Target
@@ -27,7 +28,7 @@ MEMBERS = ["ngram", "lookahead"]
 """Members by default."""
 
 
-class HybridDrafter(Drafter):
+class HybridDrafter(SizedDrafter):
     """The union of several strategies' trees, pruned to the nodes that are worth their place.
 
     A node's value is the confidence that its strategy states, corrected by how right the strategy was in this sequence;
@@ -54,12 +55,13 @@ class HybridDrafter(Drafter):
         verify_ms: Mapping[int, float] | None = None,
     ) -> None:
         plans = self._plans(members, settings)
-        super().__init__(target, max_nodes=nodes + 1)
+        super().__init__(target, max_nodes=nodes + 1, verify_ms=verify_ms)
         self.members = [plan.make(target) for plan in plans]
+        self._size_members()
         self.nodes = nodes
-        self.cost = None if verify_ms is None else VerifyCost(verify_ms)
         self.feature_layers = tuple(sorted({layer for member in self.members for layer in member.feature_layers}))
         self.lossless = all(member.lossless for member in self.members)
+        self.training_tokens = trained_on(self.members)
 
     @classmethod
     def check_parameters(
@@ -72,8 +74,7 @@ class HybridDrafter(Drafter):
     ) -> None:
         """Refuse unknown members, their wrong parameters, and times that cannot be."""
         cls._plans(members, settings)
-        if verify_ms is not None:
-            VerifyCost(verify_ms)
+        super().check_parameters(verify_ms=verify_ms)
 
     @staticmethod
     def _plans(members: Sequence[str], settings: Mapping[str, Mapping[str, Any]] | None) -> list[StrategyPlan]:
@@ -95,11 +96,20 @@ class HybridDrafter(Drafter):
         return plans
 
     def allocate(self, rows: int, tokens: int) -> None:
-        """Make room for every member, and measure the target once."""
+        """Make room for every member; what is measured on the target serves them too."""
+        super().allocate(rows, tokens)
         for member in self.members:
             member.allocate(rows, tokens)
-        if self.cost is None:
-            self.cost = measure_verify_cost(self.target, self.max_nodes)
+
+    def size_by(self, cost: VerifyCost | None) -> None:
+        """Take measured times, for the members too."""
+        super().size_by(cost)
+        self._size_members()
+
+    def _size_members(self) -> None:
+        for member in self.members:
+            if isinstance(member, SizedDrafter):
+                member.size_by(self.verify_cost)
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the members' bytes, added up."""
@@ -138,8 +148,16 @@ class HybridDrafter(Drafter):
         for text in sorted(values, key=len):  # two members can agree on a child and not on its parent's other children
             values[text] = min(values[text], values[text[:-1]] if len(text) > 1 else 1.0)
         ranked = sorted(values, key=lambda text: (-values[text], len(text)))[: self.nodes]
-        worth = len(ranked) if self.cost is None else self.cost.worth([values[text] for text in ranked])
+        cost = self.verify_cost
+        worth = len(ranked) if cost is None else cost.worth([values[text] for text in ranked])
         return from_paths(trees[0].tokens[0], ranked[:worth], confidences=_along(ranked[:worth], values))
+
+
+def trained_on(members: Sequence[Drafter]) -> int | None:
+    """Return the labels that all members with weights were trained on; ``None`` without any, or where one is silent."""
+    stated = [member.training_tokens for member in members if member.memory_bytes()["draft_weights"]]
+    known = [labels for labels in stated if labels is not None]
+    return sum(known) if known and len(known) == len(stated) else None
 
 
 def _along(paths: Sequence[tuple[int, ...]], values: Mapping[tuple[int, ...], float]) -> list[list[float]]:

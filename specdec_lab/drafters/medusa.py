@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from specdec_lab.cost import VerifyCost, measure_verify_cost
-from specdec_lab.drafters.base import DraftContext, Drafter
+from specdec_lab.drafters.base import DraftContext
+from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import InputError
 from specdec_lab.heads.facts import training_tokens
 from specdec_lab.heads.formats import Kind, check_source, load_head
@@ -24,7 +24,7 @@ from specdec_lab.tree import DraftTree
 CONFIDENT, MEASURED = "confident", "measured"
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(SizedDrafter):
     """Medusa heads (arXiv 2401.10774) on the target's last hidden state.
 
     Head *h* guesses the token *h + 1* places after the last committed one. A path through the heads' choices is worth
@@ -62,9 +62,9 @@ class MedusaDrafter(Drafter):
         self.training_tokens = training_tokens(facts)
         self.branches = min(branches, len(head.vocabulary))
         self.static = self._static(tree, nodes, facts)
-        super().__init__(target, max_nodes=1 + (len(self.static.paths) if self.static else nodes))
+        most = 1 + (len(self.static.paths) if self.static else nodes)
+        super().__init__(target, max_nodes=most, verify_ms=verify_ms, sized=self.static is None)
         self.nodes = nodes
-        self.cost = None if verify_ms is None else VerifyCost(verify_ms)
         self.feature_layers = head.feature_layers
 
     @classmethod
@@ -81,8 +81,7 @@ class MedusaDrafter(Drafter):
         check_head("medusa", head, revision)
         if isinstance(tree, str) and tree not in (CONFIDENT, MEASURED):
             published_tree(tree)
-        if verify_ms is not None:
-            VerifyCost(verify_ms)
+        super().check_parameters(verify_ms=verify_ms)
 
     def _static(self, tree: str | list[list[int]], nodes: int, facts: Mapping[str, Any]) -> RankTree | None:
         if tree == CONFIDENT:
@@ -94,11 +93,6 @@ class MedusaDrafter(Drafter):
             found = rank_tree(paths, self.heads.heads, len(self.heads.vocabulary))
         self.branches = max(self.branches, found.branches)
         return found
-
-    def allocate(self, rows: int, tokens: int) -> None:
-        """Measure the target once, if the size of trees hangs on it."""
-        if self.cost is None and self.static is None:
-            self.cost = measure_verify_cost(self.target, self.max_nodes)
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of the heads and of their rows of the output layer."""
@@ -130,7 +124,8 @@ class MedusaDrafter(Drafter):
         if self.static is not None:
             return self.static.within(depth)
         best = best_paths(chances[:depth], self.nodes)
-        worth = len(best) if self.cost is None else max(1, self.cost.worth([value for value, _ in best]))
+        cost = self.verify_cost
+        worth = len(best) if cost is None else max(1, cost.worth([value for value, _ in best]))
         return tree_of(path for _, path in best[:worth])
 
     def _tree(

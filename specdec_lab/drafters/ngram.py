@@ -33,7 +33,9 @@ class NgramDrafter(Drafter):
         max_nodes: bound of the tree's size, root included; ``None`` leaves room for every branch.
         occurrences: earlier positions remembered per indexed n-gram; the oldest is forgotten first.
         earlier: tokens of earlier sequences that are looked up too, the oldest forgotten first; 0 keeps each sequence
-            to itself. With it, what is drafted depends on what was decoded before; what is emitted does not.
+            to itself. With it, what is drafted depends on what was decoded before, in a benchmark on its warm-up and
+            on the order of its prompts; what is emitted does not. Each sequence indexes them anew in its first round,
+            at about 10 microseconds a token.
     """
 
     def __init__(

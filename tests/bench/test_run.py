@@ -15,12 +15,14 @@ import yaml
 from bench_inputs import PROMPTS, write_prompts
 
 from specdec_lab.bench import metrics
+from specdec_lab.bench import run as run_module
 from specdec_lab.bench.columns import scalars
 from specdec_lab.bench.records import RequestLog, RowKey, read_rows
 from specdec_lab.bench.run import Strategy, enough_memory, reserve, run_rows
 from specdec_lab.bench.schemas import fault
 from specdec_lab.bench.settings import plan_run
 from specdec_lab.bench.summary import StrategyFacts, summarise
+from specdec_lab.cost import VerifyCost
 from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.base import DraftContext
@@ -323,6 +325,28 @@ def test_a_run_goes_on_where_it_was_killed(config, run, tmp_path: Path, torn: by
     assert ids(resumed) == ids(whole)
     assert len(resumed) == len(whole)
     assert resumed[:7] == whole[:7]
+
+
+def test_a_run_that_goes_on_has_the_trees_that_it_had(config, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Guards BM-09: tree sizes hang on a clock, and all counters on them; the run states the times and keeps them."""
+    times = iter([{1: 30.0, 17: 31.0}, {1: 30.0, 17: 3000.0}])
+    monkeypatch.setattr(run_module, "measure_verify_cost", lambda *given, **named: VerifyCost(next(times)))
+    sized = {"hybrid": {"_target_": "specdec_lab.drafters.hybrid.HybridDrafter"}}
+    config = {**config, "drafter": {**config["drafter"], **sized}, "max_new_tokens": 12}
+    before, whole = run(config)
+    assert before["verify_ms"] == {"1": 30.0, "17": 31.0}
+    path = tmp_path / "run" / "requests.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
+    after, resumed = run({**config, "resume": True})
+    assert after["verify_ms"] == before["verify_ms"]
+    trees = [sorted((str(key(row)), row["proposed_nodes_per_round"]) for row in rows) for rows in (whole, resumed)]
+    assert trees[0] == trees[1]
+    _, other = run(config, "other")
+    assert trees[0] != sorted((str(key(row)), row["proposed_nodes_per_round"]) for row in other)
+    stated = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({**stated, "verify_ms": {1: "fast"}}))
+    with pytest.raises(InputError, match="verify_ms that cannot be"):
+        run({**config, "resume": True})
 
 
 def test_a_finished_run_resumed_decodes_nothing(config, run):

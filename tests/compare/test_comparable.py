@@ -39,7 +39,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "batch_size": {"batch_size": 4},
     "batch_nodes": {"batch_nodes": 64},
     "repeats": {"repeats": 2},
-    "seed": {"seed": 7},
+    "seed": {"seed": 7, "sampling": {**facts()["sampling"], "seed": 7}},  # as the settings have it
     "git_sha": {"git_sha": None},
     "complete": {"complete": False},
 }
@@ -54,7 +54,7 @@ def test_every_fact_has_a_case():
 
 def test_no_field_of_a_summary_is_forgotten():
     """A setting that the summary gets later must be compared, or be named here as one that changes no number."""
-    harmless = {"schema_version", "created", "strategies"}
+    harmless = {"schema_version", "created", "strategies", "verify_ms"}
     read: set[str] = set()
 
     class Watched(dict):
@@ -128,7 +128,7 @@ def test_a_device_is_compared_as_it_was_chosen(tmp_path: Path, one: Path):
     auto = changed(one, tmp_path / "auto", config={"target": {"device": "auto", "dtype": "bfloat16"}})
     assert differences(read_runs([one, auto])) == ()
     cuda = changed(one, tmp_path / "cuda", config={"target": {"device": "cuda:1", "dtype": "auto"}})
-    assert [found.values[1] for found in differences(read_runs([one, cuda]))] == [{"device": "cuda:1"}]
+    assert [found.values[1] for found in differences(read_runs([one, cuda]))] == [{"device": "cuda"}]
 
 
 def test_an_unknown_name_cannot_be_allowed(one: Path):
@@ -153,16 +153,28 @@ def test_baselines_that_ran_at_other_speeds_are_pointed_out(tmp_path: Path, one:
 
 
 def test_other_prompts_of_the_same_id_are_left_out(tmp_path: Path, one: Path):
-    """Allowed runs over other prompt files share only the questions that are the same tokens, and the count says so."""
+    """Allowed runs over other prompt files share only the requests that are the same tokens, and the count says so."""
     rows = made_rows(TWO)
     for row in rows:
         if row["question_id"] < 5:
             row["prompt_ids"] = [9, *row["prompt_ids"]]
     two = write_run(tmp_path / "two", TWO, rows, **CHANGES["prompts"])
     comparison = compare([one, two], allow=["prompts"])
-    assert any("share 10 questions" in notice and "(5 have the same id" in notice for notice in comparison.notices)
+    assert any("share 13 requests" in notice and "(7 have the same id" in notice for notice in comparison.notices)
     prompts = {pair["prompts"] for pair in comparison.pairs if "prompts" in pair["unlike"]}
     assert prompts == {10}
+
+
+def test_a_later_turn_of_another_answer_is_left_out(tmp_path: Path, one: Path):
+    """A second turn continues the baseline's own first answer, which seed or rounding change; the first turn counts."""
+    rows = made_rows(TWO)
+    for row in rows:
+        if row["turn"] == 1:
+            row["prompt_ids"] = [9, *row["prompt_ids"]]
+    comparison = compare([one, write_run(tmp_path / "two", TWO, rows)])
+    assert any("share 15 requests" in notice and "(5 have the same id" in notice for notice in comparison.notices)
+    across = [pair for pair in comparison.pairs if pair["baseline_ratio"] is not None]
+    assert {(pair["prompts"], pair["requests"]) for pair in across} == {(15, 15)}
 
 
 def test_failed_requests_take_no_part_and_are_counted(tmp_path: Path):
@@ -226,7 +238,7 @@ def test_values_in_words():
         (lambda folder: (folder / "summary.json").write_text("[1]"), "schema version None"),
         (lambda folder: (folder / "config.yaml").write_text("a: [1"), "config.yaml is damaged"),
         (lambda folder: (folder / "config.yaml").write_text("- 1"), "states no settings"),
-        (lambda folder: _edit(folder, schema_version=1), "schema version 1, and this program reads 3"),
+        (lambda folder: _edit(folder, schema_version=1), "schema version 1, and this program reads 4"),
         (lambda folder: _edit(folder, repeats=0), r"breaks its schema at \$.repeats"),
         (lambda folder: _cut(folder), "are not of one run: they disagree about requests of"),
         (lambda folder: (folder / "requests.jsonl").write_text("no row\n"), "line 1"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from specdec_lab.compare.runs import read_runs
 
 def entry(seconds: Mapping[int, float], *, baseline: Mapping[int, float] | None = None, run: int = 0) -> Entry:
     """One request of 10 tokens per question, in so many seconds."""
-    texts: dict[Hashable, tuple[int, ...]] = {question: (1, question) for question in seconds}
+    texts: dict[RequestKey, tuple[int, ...]] = {(question, 0, 0): (1, question) for question in seconds}
     return Entry("any", run, {"name": "any"}, requests(seconds), requests(baseline or seconds), texts)
 
 
@@ -86,7 +86,7 @@ def test_nothing_in_common_is_undefined():
 def test_a_question_of_other_tokens_is_another_question():
     """Two prompt files, or chat templates, can give one id to two texts."""
     first, second = entry({1: 2.0, 2: 2.0}), entry({1: 2.0, 2: 2.0}, run=1)
-    second = Entry("b", 1, second.numbers, second.requests, second.baseline, {1: (1, 1), 2: (9, 9)})
+    second = Entry("b", 1, second.numbers, second.requests, second.baseline, {(1, 0, 0): (1, 1), (2, 0, 0): (9, 9)})
     assert shared_requests(first, second) == [(1, 0, 0)]
 
 

@@ -28,10 +28,14 @@ GetTarget = Callable[..., Target]
 
 @pytest.fixture
 def itself(tmp_path: Path) -> Callable[..., DraftModelDrafter]:
-    """Return ``(target, settings) -> a drafter whose model is the target itself``."""
+    """Return ``(target, settings) -> a drafter whose model is the target itself``; a chain, unless settings say so.
+
+    Random models are sure of nothing, so nothing is left out for being unlikely.
+    """
+    plain = {"k": 4, "branches": 1, "width": 1, "nodes": None, "min_probability": 0.0}
 
     def make(target: Target, amount: float = 0.0, **settings: Any) -> DraftModelDrafter:
-        return DraftModelDrafter(target, model=str(disturbed_copy(target, tmp_path, amount)), **settings)
+        return DraftModelDrafter(target, model=str(disturbed_copy(target, tmp_path, amount)), **{**plain, **settings})
 
     return make
 
@@ -50,7 +54,7 @@ def test_the_target_as_its_own_draft_is_always_right(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"branches": 3}, {"branches": 2, "min_probability": 0.02}, {"cost": 0.2}], ids=str
+    "settings", [{"branches": 3}, {"branches": 2, "min_probability": 0.02}, {"draft_cost": 0.2}], ids=str
 )
 def test_trees_and_adaptive_depths_keep_the_text(
     settings: dict[str, Any], tiny_target: GetTarget, itself: Callable[..., DraftModelDrafter]
@@ -268,7 +272,7 @@ def test_formulas_by_hand():
 def test_the_depth_follows_the_acceptance(tiny_target: GetTarget, itself: Callable[..., DraftModelDrafter]):
     """Guards SP-08: what was learnt ends with the sequence, and the given k stays the bound."""
     target = tiny_target()
-    drafter = itself(target, k=8, cost=0.1)
+    drafter = itself(target, k=8, draft_cost=0.1)
     two = decode(target, drafter, [Request((5, 6, 7), 60)] * 2)
     depths = [[item.proposed for item in generation.rounds] for generation in two]
     assert depths[0] == depths[1]

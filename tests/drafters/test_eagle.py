@@ -13,7 +13,7 @@ from specdec_lab.distill.batch import Batch, Example, collate
 from specdec_lab.distill.learners.recurrent import Eagle3Learner
 from specdec_lab.distill.unrolled import unrolled
 from specdec_lab.drafters.eagle import EagleDrafter
-from specdec_lab.errors import InputError
+from specdec_lab.errors import InputError, NoRoomError
 from specdec_lab.heads.eagle import EagleHead
 from specdec_lab.heads.eagle3 import Eagle3Head, default_feature_layers
 from specdec_lab.target import Target
@@ -102,6 +102,30 @@ def test_drafts_are_those_that_training_simulates(make: Callable, reduced: bool,
         assert tree.is_chain
         if tree.depth:
             assert list(tree.tokens[1:]) == chain_by_training_code(target, head, text, tree.depth)
+
+
+@pytest.mark.parametrize("make", HEADS)
+def test_the_cache_is_kept_while_it_is_large_enough(make: Callable, tiny_target):
+    """A request must not wait for a new cache, and the bytes that a run states are those of its largest one.
+
+    What an earlier sequence left there, a NaN too, does not reach the next one.
+    """
+    target: Target = tiny_target()
+    drafter = watched(target, make(target), depth=3)
+    (alone,) = decode(target, drafter, [tuple(range(20, 31))], tokens=12)
+    drafter.allocate(2, 200)
+    held, address = drafter.memory_bytes()["draft_kv"], drafter.cache.address
+    with torch.inference_mode():
+        for keys, values in drafter.cache.committed(0, 90).values():
+            keys.fill_(float("nan"))
+            values.fill_(float("nan"))
+    drafter.seen.clear()
+    (again,) = decode(target, drafter, [tuple(range(20, 31))], tokens=12)
+    assert (drafter.memory_bytes()["draft_kv"], drafter.cache.address) == (held, address)
+    assert again.output_ids == alone.output_ids
+    assert [one.tokens for one in again.rounds] == [one.tokens for one in alone.rounds]
+    with pytest.raises(NoRoomError, match=r"a cache of 1 rows of \d+ tokens takes"):
+        drafter.allocate(1, 10**12)
 
 
 @pytest.mark.parametrize("make", HEADS)

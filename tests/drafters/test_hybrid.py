@@ -10,10 +10,8 @@ import pytest
 from oracles import decode, naive_answers
 from scripted import PathsDrafter, RandomTreeDrafter, context_of
 
-from specdec_lab.cost import VerifyCost, measure_verify_cost
 from specdec_lab.decode import Request
-from specdec_lab.drafters import hybrid as hybrid_module
-from specdec_lab.drafters.hybrid import HybridDrafter, _Yield, path_texts
+from specdec_lab.drafters.hybrid import HybridDrafter, _Yield, path_texts, trained_on
 from specdec_lab.errors import InputError
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree, chain, from_paths
@@ -122,44 +120,7 @@ def test_stated_confidence_is_corrected_by_what_came():
     assert record.values(sure) == [1.0, 1.0, 1.0]
 
 
-def test_the_target_is_measured_once(tiny_target: GetTarget, monkeypatch: pytest.MonkeyPatch):
-    calls: list[int] = []
-    monkeypatch.setattr(
-        hybrid_module, "measure_verify_cost", lambda target, most: calls.append(most) or VerifyCost(FREE)
-    )
-    target = tiny_target()
-    drafter = HybridDrafter(target, nodes=9)
-    for _ in range(3):
-        decode(target, drafter, [Request((5, 6, 5, 6), 5)])
-    assert calls == [10]
-
-
-def test_costs_between_and_beyond_measured_points():
-    cost = VerifyCost({1: 30.0, 9: 70.0, 5: 40.0})
-    assert [cost.of(nodes) for nodes in (1, 3, 5, 7, 9, 18)] == [30, 35, 40, 55, 70, 140]
-    assert VerifyCost({1: 10.0}).of(5) == 50
-
-
-def test_a_measured_cost_has_every_size(tiny_target: GetTarget):
-    target = tiny_target()
-    target.allocate(2, 40, 12)
-    cost = measure_verify_cost(target, 12)
-    assert cost is not None
-    assert [nodes for nodes, _ in cost.points] == [1, 2, 4, 8, 12]
-    assert all(time > 0 for _, time in cost.points)
-    assert target.length(0) == 0
-
-
-def test_a_cost_is_measured_within_the_cache(tiny_target: GetTarget):
-    """A member that is wider than the hybrid, or prompts that all fail, left no room for the widest tree."""
-    target = tiny_target()
-    target.allocate(1, 4, 4)
-    cost = measure_verify_cost(target, 500)
-    assert cost is not None
-    assert max(nodes for nodes, _ in cost.points) == target.cache.capacity - 1 < 500
-
-
-@pytest.mark.parametrize("verify_ms", [{}, {2: 5.0}, {1: 0.0}, {0: 1.0, 1: 1.0}, {1: -1.0}])
+@pytest.mark.parametrize("verify_ms", [{}, {2: 5.0}, {1: 35.0}, {1: 0.0}, {0: 1.0, 1: 1.0}, {1: -1.0}])
 def test_times_that_cannot_be_are_refused(verify_ms: dict[int, float]):
     with pytest.raises(InputError) as refused:
         HybridDrafter.check_parameters(members=["ngram"], settings=None, verify_ms=verify_ms)
@@ -191,3 +152,17 @@ def test_members_that_cannot_be_are_refused_before_a_target_is_there(
 def test_members_take_their_own_parameters(tiny_target: GetTarget):
     drafter = HybridDrafter(tiny_target(), members=["ngram", "recycling"], settings={"ngram": {"k": 3}})
     assert [vars(member).get("k") for member in drafter.members] == [3, None]
+
+
+def test_trained_members_state_their_labels(tiny_target: GetTarget):
+    """A hybrid of heads is no strategy without training; one head that does not say leaves it open."""
+
+    def member(labels: int | None, weights: int) -> PathsDrafter:
+        one = PathsDrafter(tiny_target(), [[1]])
+        one.training_tokens = labels
+        one.memory_bytes = lambda: {"draft_weights": weights, "draft_kv": 0}
+        return one
+
+    assert trained_on([member(None, 0), member(None, 0)]) is None
+    assert trained_on([member(300, 8), member(None, 0), member(40, 8)]) == 340
+    assert trained_on([member(300, 8), member(None, 8)]) is None

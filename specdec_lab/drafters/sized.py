@@ -1,0 +1,50 @@
+"""Strategies whose trees are as large as the time of a wider verify forward makes worth while."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec_lab.cost import VerifyCost, measure_verify_cost
+from specdec_lab.drafters.base import Drafter
+from specdec_lab.target import Target
+
+
+class SizedDrafter(Drafter):
+    """A strategy that cuts its trees to what is worth while.
+
+    Times that are not stated are measured on the target, for as many rows as share its forwards, when the first cache
+    is there. A benchmark measures them once for all its strategies and states them in its result, since tree sizes, and
+    with them every counter, hang on them.
+
+    Attributes:
+        verify_cost: time of a verify forward by its nodes; ``None`` until it is known, and where every node pays.
+    """
+
+    def __init__(
+        self, target: Target, *, max_nodes: int, verify_ms: Mapping[int, float] | None, sized: bool = True
+    ) -> None:
+        super().__init__(target, max_nodes=max_nodes)
+        self.verify_cost = None if verify_ms is None else VerifyCost(verify_ms)
+        self._sized = sized
+
+    @classmethod
+    def check_parameters(cls, *, verify_ms: Mapping[int, float] | None, **others: Any) -> None:
+        """Refuse times that cannot be."""
+        if verify_ms is not None:
+            VerifyCost(verify_ms)
+
+    @property
+    def awaits_cost(self) -> bool:
+        """Whether trees are to be cut and the times by which are not known yet."""
+        return self._sized and self.verify_cost is None
+
+    def size_by(self, cost: VerifyCost | None) -> None:
+        """Take measured times; those that the settings state stay."""
+        if self.awaits_cost:
+            self.verify_cost = cost
+
+    def allocate(self, rows: int, tokens: int) -> None:
+        """Measure the target, unless the times are known."""
+        if self.awaits_cost:
+            self.size_by(measure_verify_cost(self.target, self.max_nodes, rows=rows))

@@ -15,6 +15,9 @@ from specdec_lab.bench.metrics import Row, decode_seconds, emitted, output_token
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 
+RequestKey = tuple[Hashable, int, int]
+"""Question, turn and repeat."""
+
 Pair = tuple[Row, Row]
 """A strategy's row and the baseline's row of the same question, turn and repeat."""
 
@@ -31,7 +34,7 @@ DECODE = Rate(emitted, decode_seconds)
 END_TO_END = Rate(output_tokens, total_seconds)
 
 
-def request_key(row: Row) -> tuple[Hashable, int, int]:
+def request_key(row: Row) -> RequestKey:
     """Return what two strategies' rows share when they decoded the same request: question, turn, repeat."""
     return row["question_id"], row["turn"], row["repeat"]
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specdec_lab.bench.metrics import Row
 from specdec_lab.bench.settings import BASELINE
-from specdec_lab.bench.statistics import DECODE, request_key
+from specdec_lab.bench.statistics import DECODE, RequestKey, request_key
 from specdec_lab.compare.runs import Run
 from specdec_lab.errors import InputError
-
-RequestKey = tuple[Hashable, int, int]
-"""Question, turn and repeat."""
 
 
 class Measured(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec_lab.bench.statistics import percentile_interval
-from specdec_lab.compare.entries import Entry, RequestKey
+from specdec_lab.bench.statistics import RequestKey, percentile_interval
+from specdec_lab.compare.entries import Entry
 
 SWAPS = 10_000
 """Random exchanges of a permutation test; with few prompts every possible one is tried instead."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from specdec_lab.bench.files import CONFIG, REQUESTS, SUMMARY
 from specdec_lab.bench.metrics import Row
 from specdec_lab.bench.records import read_rows
 from specdec_lab.bench.schemas import SCHEMA_VERSION, fault, loads
-from specdec_lab.bench.statistics import request_key
+from specdec_lab.bench.statistics import RequestKey, request_key
 from specdec_lab.errors import InputError, one_line
 
 FIELD = "RUN_DIR"
@@ -41,7 +41,7 @@ class Run:
         """Return a strategy's successful rows."""
         return [row for row in self.rows if row["strategy"] == strategy and row["status"] == "ok"]
 
-    def texts(self) -> dict[Hashable, tuple[int, ...]]:
+    def texts(self) -> dict[RequestKey, tuple[int, ...]]:
         """Return the token ids of each request's prompt, as the target read them: the same for all strategies."""
         return {request_key(row): tuple(row["prompt_ids"]) for row in self.rows if row["status"] == "ok"}
 

@@ -197,8 +197,8 @@ class _Shares(Generic[Key]):
 class _Yield:
     """How often a strategy's drafts of one sequence were right, by depth and by place there, and what it believed."""
 
-    depths: _Shares[int] = field(default_factory=_Shares)
-    places: _Shares[Place] = field(default_factory=_Shares)
+    depths: _Shares[int] = field(default_factory=_Shares[int])
+    places: _Shares[Place] = field(default_factory=_Shares[Place])
     believed: float = 0.0
     surely: float = 0.0
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from compared_runs import THREE, made_run
 
-from specdec_lab.compare.entries import Entry, Measured, RequestKey, make_entries
+from specdec_lab.bench.statistics import RequestKey
+from specdec_lab.compare.entries import Entry, Measured, make_entries
 from specdec_lab.compare.pairs import (
     exchange_p_value,
     log_ratio,
@@ -67,8 +68,9 @@ def test_no_spread_of_a_single_prompt():
     """Guards BM-08: turns and repeats of one prompt are one observation; it has a ratio, no interval and no p-value."""
     base: dict[RequestKey, Measured] = {(1, turn, 0): Measured(10, 4.0 + turn, "talk") for turn in range(3)}
     own = {key: Measured(10, 2.0, "talk") for key in base}
-    first = Entry("a", 0, {"name": "a"}, own, base, {1: (1,)})
-    second = Entry("b", 0, {"name": "b"}, base, base, {1: (1,)})
+    texts: dict[RequestKey, tuple[int, ...]] = dict.fromkeys(base, (1,))
+    first = Entry("a", 0, {"name": "a"}, own, base, texts)
+    second = Entry("b", 0, {"name": "b"}, base, base, texts)
     found = statistics(first, second)
     assert found["ratio_of_totals"] == pytest.approx(15 / 6)
     assert (found["prompts"], found["requests"]) == (1, 3)

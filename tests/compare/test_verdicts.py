@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from scipy.stats import false_discovery_control
 
+from specdec_lab.bench.statistics import RequestKey
 from specdec_lab.compare.comparable import Difference
-from specdec_lab.compare.entries import Entry, Measured, RequestKey
+from specdec_lab.compare.entries import Entry, Measured
 from specdec_lab.compare.verdicts import all_pairs, holm, verdict
 
 PROMPTS = 40

@@ -13,6 +13,12 @@ from specdec_lab.streaming import REPLACEMENT, Detokenizer, before_stop
 FinishReason = Literal["eos", "stop", "length"]
 
 
+def until_eos(tokens: Sequence[int], eos_ids: frozenset[int]) -> tuple[int, ...]:
+    """Return the tokens up to the first EOS, which is kept: nothing is drafted behind it."""
+    end = next((at for at, token in enumerate(tokens) if token in eos_ids), len(tokens))
+    return tuple(tokens[: end + 1])
+
+
 class StopRule:
     """Decides after each token of one answer whether it is the last.
 

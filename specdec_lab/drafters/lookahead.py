@@ -11,6 +11,7 @@ from pydantic import Field
 
 from specdec_lab.drafters.base import DraftContext, Drafter, Verification
 from specdec_lab.errors import InputError
+from specdec_lab.stopping import until_eos
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree, find_path, from_paths
 
@@ -80,7 +81,7 @@ class LookaheadDrafter(Drafter):
         if self.text_pool:
             memory.pool.catch_up(context.tokens)
         guesses = memory.pool.guesses(context.tokens[-1], self.guesses, self.depth)
-        paths = [self._until_eos(path)[: context.max_depth] for path in guesses]
+        paths = [until_eos(path, self.eos_ids)[: context.max_depth] for path in guesses]
         paths += [path[: context.max_depth] for path in memory.column_paths()]
         return from_paths(context.tokens[-1], paths)
 
@@ -109,10 +110,6 @@ class LookaheadDrafter(Drafter):
         there = [node for node in nodes if node is not None]
         said = iter(message.logits[there].float().argmax(dim=-1).tolist() if there else [])
         return [None if node is None else next(said) for node in nodes]
-
-    def _until_eos(self, path: Sequence[int]) -> tuple[int, ...]:
-        end = next((at for at, token in enumerate(path) if token in self.eos_ids), len(path))
-        return tuple(path[: end + 1])
 
 
 def filler(tokens: Sequence[int], level: int, column: int) -> int:

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from specdec_lab.drafters.base import DraftContext, Drafter
 from specdec_lab.errors import InputError
+from specdec_lab.stopping import until_eos
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree, from_paths
 
@@ -80,7 +81,7 @@ class NgramDrafter(Drafter):
         sure: list[list[float]] = []
         for matched, start in by_count(index.matches(text), text):
             depth = min(deepest, self.per_match * matched)
-            path = self._until_eos(copy_from(text, start, depth))
+            path = until_eos(copy_from(text, start, depth), self.eos_ids)
             if not any(other[: len(path)] == path for other in paths):
                 sure.append(path_confidence(matched, len(path), rank=len(paths)))
                 paths.append(path)
@@ -98,10 +99,6 @@ class NgramDrafter(Drafter):
         while len(self._past) > 1 and sum(map(len, self._past)) - len(self._past[0]) >= self.earlier:
             self._past.popleft()
         return _Memory(index, past)
-
-    def _until_eos(self, path: tuple[int, ...]) -> tuple[int, ...]:
-        end = next((at for at, token in enumerate(path) if token in self.eos_ids), len(path))
-        return path[: end + 1]
 
 
 @dataclass

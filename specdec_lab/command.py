@@ -144,6 +144,15 @@ def plain_config(config: DictConfig) -> dict:
     return plain
 
 
+def in_sweep(config: dict[str, Any]) -> dict[str, Any]:
+    """Give the tracked runs of a sweep's jobs one group, the name of the sweep's folder, unless they have one."""
+    tracking = config.get("tracking")
+    hydra = HydraConfig.get() if HydraConfig.initialized() else None
+    if not tracking or tracking.get("group") is not None or hydra is None or hydra.mode is not RunMode.MULTIRUN:
+        return config
+    return {**config, "tracking": {**tracking, "group": Path(hydra.sweep.dir).name}}
+
+
 def library_message(error: Exception) -> str:
     """Return all of a message of Hydra's or OmegaConf's in one line, without the parts that help nobody."""
     unknown = re.search(r"Could not override '([^']+)'", str(error))

@@ -248,7 +248,7 @@ def test_a_sweep_through_a_shell(tmp_path: Path):
         assert summary["strategies"][1]["config"]["k"] == k
         assert summary["prompts"]["source"] == "a, b.jsonl"
         assert summary["complete"]
-    assert not list((tmp_path / "sweep" / "1").iterdir())
+    assert not (tmp_path / "sweep" / "1").exists()
 
 
 # --- interruptions ---------------------------------------------------------------------------------------------------

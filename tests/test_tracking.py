@@ -401,3 +401,21 @@ def test_the_benchmark_tracks_what_it_writes(tmp_path: Path) -> None:
         assert {field: run["summary"].get(field) for field in expected} == expected
         assert run["config"]["settings"]["max_new_tokens"] == 8
         assert run["exit_code"] == 0
+
+
+@pytest.mark.slow
+def test_a_tracked_sweep_is_one_group_of_runs(tmp_path: Path) -> None:
+    """Guards TK-01 and TK-04: n jobs are n runs of each strategy, also when one job fails; all in the sweep's group."""
+    script = str(Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py")
+    overrides = ["target=tiny", "tracking=wandb", "strategies=[ngram]", "prompts.limit=1", "max_new_tokens=4"]
+    sweep = ["-m", "drafter.ngram.k=4,0,8", f"hydra.sweep.dir={tmp_path / 'depths'}"]
+    done = run_alone([sys.executable, script, *overrides, *sweep], tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "drafter.ngram.k=0" in done.stderr
+    folders = list((tmp_path / "depths").glob("*/wandb/offline-run-*"))
+    seen = [overview(folder) for folder in folders]
+    found = sorted((one["name"], one["config"]["strategy_config"].get("k"), one["exit_code"]) for one in seen)
+    assert found == [("autoregressive", None, 0), ("autoregressive", None, 0), ("ngram", 4, 0), ("ngram", 8, 0)]
+    starts = [record["run"] for folder in folders for record in records(folder) if "run" in record]
+    assert {start["run_group"] for start in starts} == {"depths"}
+    assert len({start["run_id"] for start in starts}) == 4

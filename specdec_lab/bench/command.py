@@ -20,7 +20,7 @@ from specdec_lab.bench.console import result_console
 from specdec_lab.bench.files import CONFIG, GO_ON, REPORT, SUMMARY
 from specdec_lab.bench.processes import Launch, joined
 from specdec_lab.bench.settings import BASELINE, plan_run
-from specdec_lab.command import ROWS_FAILED, SUCCESS, concluded, plain_config, run_job, say
+from specdec_lab.command import ROWS_FAILED, SUCCESS, concluded, in_sweep, plain_config, run_job, say
 from specdec_lab.errors import InputError
 
 
@@ -76,7 +76,7 @@ def _run_in(launch: Launch, config: DictConfig, own_folder: Path) -> int:
 def _run_to(folder: Path, launch: Launch, config: DictConfig, out: Console, err: Console) -> int:
     try:
         with launch.together():
-            plan = plan_run(plain_config(config))
+            plan = plan_run(in_sweep(plain_config(config)))
             if plan.settings.resume and not (folder / CONFIG).exists():
                 say(err, f"resume=true: there is no earlier run in {folder}; a new one begins")
             if launch.one_model and plan.settings.resume:

@@ -27,6 +27,7 @@ from specdec_lab.command import (
     INTERRUPTED,
     SUCCESS,
     concluded,
+    in_sweep,
     plain_config,
     run_job,
     say,
@@ -127,7 +128,7 @@ def _run(config: DictConfig, own_folder: Path) -> int:
         with suppress(OSError):  # Hydra made one for each process, and the main one's is used
             own_folder.rmdir()
     try:
-        return concluded(lambda: _run_in(folder, processes, plain_config(config), out, err), err)
+        return concluded(lambda: _run_in(folder, processes, in_sweep(plain_config(config)), out, err), err)
     finally:
         processes.destroy_process_group()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import chdir, suppress
@@ -151,6 +152,13 @@ def in_sweep(config: dict[str, Any]) -> dict[str, Any]:
     if not tracking or tracking.get("group") is not None or hydra is None or hydra.mode is not RunMode.MULTIRUN:
         return config
     return {**config, "tracking": {**tracking, "group": Path(hydra.sweep.dir).name}}
+
+
+def go_on(folder: Path) -> str:
+    """Return the options with which this job goes on where it was interrupted."""
+    given = HydraConfig.get().overrides.task
+    same = [word for word in given if word.partition("=")[0].lstrip("+") not in ("resume", "overwrite")]
+    return shlex.join([*same, f"hydra.run.dir={folder}", "resume=true"])
 
 
 def library_message(error: Exception) -> str:

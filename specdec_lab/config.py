@@ -108,9 +108,12 @@ def validate(model: type[Model], values: Mapping[str, Any], where: str = "") -> 
         checked = model.model_validate(dict(values))
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in ([where] if where else []) + list(first["loc"]))
+        field = ".".join([where] * bool(where) + _path(first["loc"], values, missing=first["type"] == "missing"))
         value = None if first["type"] == "missing" else first["input"]
         remedy = first["msg"][0].lower() + first["msg"][1:]
+        if first["type"] == "extra_forbidden":
+            known = model.model_fields if len(first["loc"]) == 1 else ()
+            remedy = f"there is no field of that name{suggest(str(first['loc'][-1]), known) if known else ''}"
         if first["type"] in ("tuple_type", "list_type"):
             remedy = f"give a list, as [{value}]"
         raise InputError(field, value, remedy) from None
@@ -120,6 +123,19 @@ def validate(model: type[Model], values: Mapping[str, Any], where: str = "") -> 
             field = f"{where}.{name}" if where else name
             raise InputError(field, value, "give a number or text here, not true or false")
     return checked
+
+
+def _path(places: Sequence[int | str], values: Any, *, missing: bool) -> list[str]:
+    """Return the part of pydantic's path that is the user's: it goes on with names of types where several may be."""
+    found: list[str] = []
+    for at, place in enumerate(places):
+        there = isinstance(values, Mapping) and place in values
+        there |= isinstance(values, list | tuple) and isinstance(place, int) and place < len(values)
+        if not there and not (missing and at == len(places) - 1):
+            break
+        found.append(str(place))
+        values = values[place] if there else None
+    return found
 
 
 def demand(values: Mapping[str, Any], field: str, remedy: str) -> None:

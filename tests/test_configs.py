@@ -131,7 +131,7 @@ def test_strategies_default_to_those_that_need_nothing():
         (["+sampling.typical_p=0.5"], "sampling.typical_p=0.5: there is no field"),
         (["threads=0"], "threads=0: "),
         (["stop=['']"], "stop.0='': "),
-        (["+colour=red"], "colour='red': extra inputs are not permitted"),
+        (["+colour=red"], "colour='red': there is no field of that name"),
         (["prompts.path=/no/such/file.jsonl"], "/no/such/file.jsonl"),
         (["prompts.limit=0"], "prompts.limit=0: "),
         (["target.dtype=int3"], "target.dtype='int3': "),

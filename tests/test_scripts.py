@@ -107,7 +107,7 @@ def command(
         (["prompts.path=empty.jsonl"], ["empty.jsonl", "no prompt"]),
         (["acceptance=lucky"], ["acceptance='lucky'", "'rejection'"]),
         (["sampling.bad_words=['<user>', '</s>']"], ["sampling.bad_words='</s>'", "end-of-sequence"]),
-        (["hydra.run.dir=used"], ["hydra.run.dir=", "resume=true"]),
+        (["hydra.run.dir=used"], ["hydra.run.dir=", "holds notes.txt; give another folder"]),
         (["hydra.run.dir=used", "overwrite=true"], ["overwrite=True", "notes.txt"]),
         (["hydra.run.dir=prompts.jsonl/run"], ["hydra.run.dir="]),
         (["a=[1"], ["[1"]),
@@ -173,7 +173,7 @@ def test_a_failed_row_is_exit_code_3(command, tmp_path: Path):
     options = ("prompts.path=prompts.jsonl", "max_new_tokens=4", "target.max_positions=128", "hydra.run.dir=run")
     code, out, err = command(*options)
     assert code == 3
-    assert "2 rows failed" in err
+    assert "2 rows failed (question long: the prompt has" in err
     assert "Traceback" not in out + err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["complete"] is False
@@ -296,15 +296,19 @@ def test_a_killed_run_goes_on_to_the_same_rows(command, tmp_path: Path):
     assert summary["complete"]
 
 
-def test_ctrl_c_keeps_the_rows_and_says_how_to_go_on(tmp_path: Path):
-    """Exit code 130, no traceback, complete lines."""
+def test_ctrl_c_keeps_the_rows_and_says_how_to_go_on(command, tmp_path: Path):
+    """Exit code 130, no traceback, complete lines; the options that it names go on as they stand."""
     prompts(tmp_path, 12)
     options = ["prompts.path=prompts.jsonl", "max_new_tokens=64", "hydra.run.dir=run"]
     code, err = interrupt(tmp_path, options, signal.SIGINT, after_rows=2)
     assert code == 130
     assert "Traceback" not in err
-    assert "resume=true" in err
-    assert len(ids(rows_of(tmp_path / "run"))) >= 2
+    kept = ids(rows_of(tmp_path / "run"))
+    assert len(kept) >= 2
+    (hint,) = (line for line in err.splitlines() if "go on with: " in line)
+    code, _, err = command(*shlex.split(hint.partition("go on with: ")[2]))
+    assert code == 0, err
+    assert len(ids(rows_of(tmp_path / "run"))) == 48
 
 
 def test_a_full_disk_is_one_sentence_and_keeps_the_rows(command, tmp_path: Path):

@@ -17,10 +17,11 @@ from rich.console import Console
 
 from specdec_lab.bench.benchmark import check_run, run_benchmark
 from specdec_lab.bench.console import result_console
-from specdec_lab.bench.files import CONFIG, GO_ON, REPORT, SUMMARY
+from specdec_lab.bench.files import CONFIG, GO_ON, REPORT, REQUESTS, SUMMARY
 from specdec_lab.bench.processes import Launch, joined
+from specdec_lab.bench.records import read_rows
 from specdec_lab.bench.settings import BASELINE, plan_run
-from specdec_lab.command import ROWS_FAILED, SUCCESS, concluded, in_sweep, plain_config, run_job, say
+from specdec_lab.command import ROWS_FAILED, SUCCESS, concluded, go_on, in_sweep, plain_config, run_job, say
 from specdec_lab.errors import InputError
 
 
@@ -77,12 +78,12 @@ def _run_to(folder: Path, launch: Launch, config: DictConfig, out: Console, err:
     try:
         with launch.together():
             plan = plan_run(in_sweep(plain_config(config)))
-            if plan.settings.resume and not (folder / CONFIG).exists():
-                say(err, f"resume=true: there is no earlier run in {folder}; a new one begins")
             if launch.one_model and plan.settings.resume:
                 remedy = "processes that share a model have to decode the same rows from the start; use overwrite=true"
                 raise InputError("resume", True, remedy)
             check_run(plan, folder)
+            if plan.settings.resume and not (folder / CONFIG).exists():
+                say(err, f"resume=true: there is no earlier run in {folder}; a new one begins")
         summary = run_benchmark(plan, folder, out, err, launch=launch)
         if not launch.main:
             return SUCCESS
@@ -91,11 +92,13 @@ def _run_to(folder: Path, launch: Launch, config: DictConfig, out: Console, err:
 
         write_comparison(folder, compare([folder]), GO_ON, "hydra.run.dir")
     except KeyboardInterrupt:
-        say(err, f"interrupted; what was computed is kept, go on with: hydra.run.dir='{folder}' resume=true")
+        say(err, f"interrupted; what was computed is kept, go on with: {go_on(folder)}")
         raise
     failed = sum(entry["failed"] for entry in summary["strategies"])
     say(out, f"results: {folder}; a page with charts and verdicts: {folder / REPORT}")
     if not summary["complete"]:
-        say(err, f"{failed} rows failed; requests.jsonl says why, and resume=true runs them again")
+        first = next((row for row in read_rows(folder / REQUESTS) if row["status"] != "ok"), None)
+        why = "" if first is None else f" (question {first['question_id']}: {first['error']})"
+        say(err, f"{failed} rows failed{why}; requests.jsonl says why, and resume=true runs them again")
         return ROWS_FAILED
     return SUCCESS

@@ -60,8 +60,8 @@ def check_folder_of(mark: str, written: frozenset[str], folder: Path, *, resume:
     if resume:
         raise InputError("resume", True, f"{folder} holds no {mark} of an earlier run; give the folder of a run")
     if not overwrite:
-        remedy = f"the folder holds {listed(held, most=3)}; add resume=true, overwrite=true or give another folder"
-        raise InputError("hydra.run.dir", str(folder), remedy)
+        ways = "add resume=true, overwrite=true or give another folder" if mark in held else "give another folder"
+        raise InputError("hydra.run.dir", str(folder), f"the folder holds {listed(held, most=3)}; {ways}")
     if mark not in held and any(name.removesuffix(_TEMPORARY) != mark for name in held):
         remedy = f"{folder} holds {listed(held, most=3)} and no {mark} of an earlier run; give another folder"
         raise InputError("overwrite", True, remedy)

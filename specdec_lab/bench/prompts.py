@@ -146,6 +146,8 @@ def prompts_sha256(prompts: Sequence[Prompt]) -> str:
 
 
 def _read(path: str) -> bytes:
+    if not path:
+        raise InputError("prompts.path", path, "give the path of a file")
     try:
         return Path(path).expanduser().read_bytes()
     except FileNotFoundError:

@@ -110,7 +110,8 @@ def _check_finished(folder: Path) -> None:
     if any(folder.glob(f"*/{SUMMARY}")):
         raise InputError(FIELD, str(folder), "this is the folder of several runs; give each of them, as FOLDER/*/")
     if missing == [SUMMARY]:
-        remedy = f"it holds no {SUMMARY}: the run did not end; go on with hydra.run.dir='{folder}' resume=true"
+        way = f"hydra.run.dir='{folder}' resume=true"
+        remedy = f"it holds no {SUMMARY}: the run did not end; go on with its own options and {way}"
         raise InputError(FIELD, str(folder), remedy)
     remedy = f"it holds no {', '.join(missing)}; give the folder of a finished benchmark"
     raise InputError(FIELD, str(folder), remedy)

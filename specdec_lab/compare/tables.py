@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from specdec_lab.bench.console import plain_table, speedup_text
@@ -36,7 +37,7 @@ def strategy_table(comparison: Comparison) -> Table:
         numbers, costs = entry["numbers"], entry["ledger"]
         parts = costs["round_parts_ms"]
         table.add_row(
-            entry["label"] + ("" if numbers["lossless"] else " (lossy)"),
+            escape(entry["label"]) + ("" if numbers["lossless"] else " (lossy)"),
             str(entry["prompts"]),
             number(numbers["mean_acceptance_length"], 2),
             number(numbers["decode_tokens_per_second"], 1),
@@ -60,9 +61,9 @@ def pair_table(comparison: Comparison) -> Table:
         table.add_column("unlike", overflow="fold")
     for pair in comparison.pairs:
         cells = (
-            pair["first"],
+            escape(pair["first"]),
             verdict_text(pair),
-            pair["second"],
+            escape(pair["second"]),
             ratio_text(pair),
             p_text(pair["p_corrected"]),
             str(pair["prompts"]),

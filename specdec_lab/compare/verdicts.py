@@ -125,6 +125,8 @@ def verdict(pair: Mapping[str, Any]) -> tuple[Verdict, str | None]:
         return "cannot tell", "no request in common"
     if pair["p_corrected"] is None:
         return "cannot tell", "one prompt"
+    if 2 ** (1 - pair["prompts"]) > LEVEL:  # the p-value of the clearest outcome that so many prompts can have
+        return "cannot tell", "too few prompts"
     if pair["p_corrected"] > LEVEL:
         return "cannot tell", "within the noise"
     low, high = (round(bound, SHOWN_DIGITS) for bound in pair["ci95"])

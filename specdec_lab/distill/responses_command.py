@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.console import Console
 
-from specdec_lab.command import ROWS_FAILED, SUCCESS, run_plain_job, say
+from specdec_lab.command import ROWS_FAILED, SUCCESS, go_on, run_plain_job, say
 from specdec_lab.distill.responses import check_run, generate_responses, plan_generation
 
 
@@ -28,7 +28,7 @@ def _run(config: dict[str, Any], folder: Path, err: Console) -> int:
         check_run(plan, folder)
         manifest = generate_responses(plan, folder, err)
     except KeyboardInterrupt:
-        say(err, f"interrupted; what was answered is kept, go on with: hydra.run.dir='{folder}' resume=true")
+        say(err, f"interrupted; what was answered is kept, go on with: {go_on(folder)}")
         raise
     counts = manifest["counts"]
     say(

@@ -27,6 +27,7 @@ from specdec_lab.command import (
     INTERRUPTED,
     SUCCESS,
     concluded,
+    go_on,
     in_sweep,
     plain_config,
     run_job,
@@ -142,10 +143,7 @@ def _run_in(folder: Path, processes: PartialState, config: Mapping[str, Any], ou
     with _log(folder, err, processes):
         result = run_training(job, raw, folder, err, main=processes.is_main_process)
     if result.interrupted:
-        say(
-            err,
-            f"interrupted after step {result.step} of {result.steps}; go on with: hydra.run.dir='{folder}' resume=true",
-        )
+        say(err, f"interrupted after step {result.step} of {result.steps}; go on with: {go_on(folder)}")
         return INTERRUPTED
     say(out, f"head: {result.head}")
     return SUCCESS

@@ -281,6 +281,10 @@ def choose_attention(attention: str, skeleton: PreTrainedModel) -> str:
     return ATTENTION[attention]
 
 
+def _of_tokenizer(path: Path) -> bool:
+    return path.name.startswith(("tokenizer", "vocab")) or path.suffix in (".model", ".tiktoken")
+
+
 def load_tokenizer(source: ModelSource, vocab_size: int) -> PreTrainedTokenizerBase:
     """Load a tokenizer and check that the model has a row for each of its ids.
 
@@ -291,6 +295,10 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> PreTrainedTokenizerB
     Raises:
         InputError: there is none, it cannot be read, it needs code from the checkpoint, or it is of another model.
     """
+    folder = Path(source.location)
+    if folder.is_dir() and source.gguf_file is None and not any(map(_of_tokenizer, folder.iterdir())):
+        remedy = "it holds no tokenizer; give the folder of a causal LM, with its tokenizer's files"
+        raise InputError("target.model", source.shown, remedy)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.location, **source.arguments())
     except Exception as error:

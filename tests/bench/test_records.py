@@ -10,7 +10,7 @@ import pytest
 
 from specdec_lab.bench.prompts import Prompt
 from specdec_lab.bench.records import RequestLog, RowKey, failed_row, make_row, read_rows
-from specdec_lab.bench.schemas import dumps, fault, load_schema
+from specdec_lab.bench.schemas import SCHEMA_VERSION, dumps, fault, load_schema
 from specdec_lab.decode import Generation, Request, Round
 from specdec_lab.errors import InputError
 from specdec_lab.timing import TimeSplit
@@ -82,7 +82,7 @@ def test_not_a_number_is_never_written():
 
 def test_schemas_say_which_version_they_are():
     """A reader can tell what it reads."""
-    assert load_schema("summary")["properties"]["schema_version"]["const"] == 3
+    assert load_schema("summary")["properties"]["schema_version"]["const"] == SCHEMA_VERSION
 
 
 def test_rows_are_on_disk_one_by_one(tmp_path: Path):

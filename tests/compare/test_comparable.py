@@ -232,7 +232,10 @@ def test_values_in_words():
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / "summary.json").unlink(), "did not end; go on with hydra.run.dir="),
+        (
+            lambda folder: (folder / "summary.json").unlink(),
+            "go on with its own options and hydra.run.dir=",
+        ),
         (lambda folder: (folder / "config.yaml").unlink(), "holds no config.yaml"),
         (lambda folder: (folder / "summary.json").write_text("{"), "summary.json is damaged"),
         (lambda folder: (folder / "summary.json").write_text("[1]"), "schema version None"),

@@ -117,6 +117,8 @@ BASE = {"prompts": 30, "p_corrected": 0.01, "ci95": [1.1, 1.3], "ratio_of_totals
         ({}, ("faster", None)),
         ({"ci95": [0.7, 0.9], "ratio_of_totals": 0.8}, ("slower", None)),
         ({"prompts": 0}, ("cannot tell", "no request in common")),
+        ({"prompts": 5}, ("cannot tell", "too few prompts")),
+        ({"prompts": 6}, ("faster", None)),
         ({"p_corrected": None, "ci95": None}, ("cannot tell", "one prompt")),
         ({"p_corrected": 0.051}, ("cannot tell", "within the noise")),
         ({"ci95": [1.004, 1.3]}, ("cannot tell", "the interval holds 1")),

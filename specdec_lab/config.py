@@ -129,12 +129,12 @@ def _path(places: Sequence[int | str], values: Any, *, missing: bool) -> list[st
     """Return the part of pydantic's path that is the user's: it goes on with names of types where several may be."""
     found: list[str] = []
     for at, place in enumerate(places):
-        there = isinstance(values, Mapping) and place in values
-        there |= isinstance(values, list | tuple) and isinstance(place, int) and place < len(values)
-        if not there and not (missing and at == len(places) - 1):
+        inside = dict(enumerate(values)) if isinstance(values, list | tuple) else values
+        if isinstance(inside, Mapping) and place in inside:
+            values = inside[place]
+        elif not missing or at < len(places) - 1:
             break
         found.append(str(place))
-        values = values[place] if there else None
     return found
 
 

@@ -132,18 +132,18 @@ def measure_verify_cost(
         room = min(room, target.max_length - 1 - bushy(most, branches).depth)
     for row in range(rows):
         target.prefill(row, [1] * max(1, min(history, room)))
-    found: dict[int, float] = {}
-    for nodes in sorted({min(2**power, most) for power in range(12)}):
-        trees, times = dict.fromkeys(range(rows), bushy(nodes, branches)), []
-        for _ in range(1 + repeats):  # the first pays for what a shape needs once
+    times: dict[int, list[float]] = {min(2**power, most): [] for power in range(12)}
+    for _ in range(1 + repeats):  # sizes take turns, so that a slow moment of the machine meets all of them
+        for nodes, taken in times.items():
+            trees = dict.fromkeys(range(rows), bushy(nodes, branches))
             start = time.perf_counter()
             target.forward(trees)
             target.synchronize()
-            times.append(1e3 * (time.perf_counter() - start))
-        found[nodes] = max(statistics.median(times[1:]), 1e-3)
+            taken.append(1e3 * (time.perf_counter() - start))
     for row in range(rows):
         target.reset(row)
-    return VerifyCost(found)
+    # the first pays for what a shape needs once
+    return VerifyCost({nodes: max(statistics.median(taken[1:]), 1e-3) for nodes, taken in times.items()})
 
 
 def paying_tree(

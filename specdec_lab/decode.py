@@ -130,6 +130,7 @@ class _Sequence:
     logprobs: list[float] = field(default_factory=list)
     time: TimeSplit = field(default_factory=TimeSplit)
     finish_reason: FinishReason | None = None
+    plain: bool = False  # whether the next round goes without drafts
 
     @property
     def output(self) -> list[int]:
@@ -138,6 +139,8 @@ class _Sequence:
     @property
     def max_depth(self) -> int:
         """Deepest draft that could still be committed: the target adds one more token after it."""
+        if self.plain:
+            return 0
         return self.stop_rule.budget - (len(self.context.tokens) - self.context.prompt_length) - 1
 
 
@@ -244,12 +247,18 @@ def speculative_decode(
         elapsed += seconds
         for row, tree in trees.items():
             sequence = active[row]
+            if row not in verdicts and len(tree) > 1:  # perhaps a draft is to blame: its NaN reaches every node
+                target.forget_drafts(row)
+                sequence.time.add(parts, share=1 / len(trees))
+                sequence.plain = True
+                continue
             if row not in verdicts:
                 target.reset(row, clear=True)
                 free.append(row)
                 yield Progress(active.pop(row).index, (), Generation(sequence.request, error=NON_FINITE))
                 continue
             sequence.time.add(parts, share=1 / len(trees))
+            sequence.plain = False
             sequence.rounds.append(_round(tree, verdicts[row], seconds))
             yield from _report(target, sequence, verdicts[row].new_tokens, elapsed, active, free)
 

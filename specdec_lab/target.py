@@ -156,10 +156,10 @@ class TreeCache:
             buffer[:, row, :, start : start + len(slots)] = buffer[:, row, :, chosen]
 
     @torch.inference_mode()  # the buffers may have been made in it
-    def clear(self, row: int) -> None:
-        """Zero a row, so that a NaN left in it cannot reach a later sequence through a masked slot."""
+    def clear(self, row: int, start: int = 0) -> None:
+        """Zero a row's slots from ``start`` on, so that a NaN left there reaches nobody through a masked slot."""
         for buffer in self._buffers:
-            buffer[:, row] = 0
+            buffer[:, row, :, start:] = 0
 
     def committed(self, row: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
         """Return ``{layer: (keys, values)}`` of a row's first ``length`` slots, ``[kv_heads, length, head_dim]``."""
@@ -351,6 +351,11 @@ class Target:
         self._pending.pop(row, None)
         if clear:
             self.cache.clear(row)
+
+    def forget_drafts(self, row: int) -> None:
+        """Zero what lies behind a row's committed tokens, where a draft has left values that are not finite."""
+        self._pending.pop(row, None)
+        self.cache.clear(row, self._lengths[row])
 
     @torch.inference_mode()
     def prefill(self, row: int, tokens: Sequence[int], feature_layers: Sequence[int] = ()) -> TargetOutput:

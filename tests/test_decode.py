@@ -521,6 +521,34 @@ def test_a_row_of_nan_fails_alone_under_every_rule(rule: RuleName):
     assert 0 < failed < len(requests)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(1.0, seed=3)])
+def test_a_draft_without_finite_states_costs_a_round_and_no_answer(sampling: SamplingParams):
+    """Guards LC-08: plain decoding would not have met that token, so a strategy that proposes it must not fail.
+
+    Its keys and values stand in masked slots, where they would reach every later round too.
+    """
+    target = Target(tiny_model("llama", tie_word_embeddings=False))
+    embedding = target.model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    requests = [Request((5, 6, 7 + number), 12, noise_key=(number,)) for number in range(3)]
+    plain = decode(target, AutoregressiveDrafter(target), requests, sampling=sampling)
+    poisonous = next(
+        token for token in range(20, target.vocab_size) if not any(token in one.output_ids for one in plain)
+    )
+    with torch.no_grad():
+        embedding[poisonous] = float("nan")
+    drafter = PathsDrafter(target, [[poisonous, 3], [4]])
+    for batch_size in (1, 3):
+        for one, wanted in zip(
+            decode(target, drafter, requests, sampling=sampling, batch_size=batch_size), plain, strict=True
+        ):
+            assert one.error is None
+            assert one.output_ids == wanted.output_ids
+            assert sum(item.accepted + item.bonus for item in one.rounds) == len(one.output_ids) - 1
+            assert {len(item.tokens) for item in one.rounds} == {1}
+            assert one.time_seconds.total > 0
+
+
 def test_a_nan_draft_law_is_the_strategys_fault():
     """Guards LC-08: it is named, and never reaches the target's law."""
     target = three_token_target()

@@ -72,7 +72,7 @@ def test_a_cost_is_that_of_all_rows_of_a_batch(tiny_target: GetTarget, monkeypat
 
     monkeypatch.setattr(target, "forward", watched)
     assert measure_verify_cost(target, 4, rows=3, repeats=1) is not None
-    assert seen == [(1, 1, 1)] * 2 + [(2, 2, 2)] * 2 + [(4, 4, 4)] * 2
+    assert seen == [(1, 1, 1), (2, 2, 2), (4, 4, 4)] * 2
     assert [target.length(row) for row in range(3)] == [0, 0, 0]
 
 

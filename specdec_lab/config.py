@@ -129,7 +129,7 @@ def _path(places: Sequence[int | str], values: Any, *, missing: bool) -> list[st
     """Return the part of pydantic's path that is the user's: it goes on with names of types where several may be."""
     found: list[str] = []
     for at, place in enumerate(places):
-        inside = dict(enumerate(values)) if isinstance(values, list | tuple) else values
+        inside: Any = dict(enumerate(values)) if isinstance(values, list | tuple) else values
         if isinstance(inside, Mapping) and place in inside:
             values = inside[place]
         elif not missing or at < len(places) - 1:

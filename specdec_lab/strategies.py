@@ -79,8 +79,13 @@ def named_strategy(name: str, changes: Mapping[str, Any], where: str, listed_in:
     known = available_strategies()
     if name not in known:
         raise InputError(listed_in, name, f"there is no strategy of that name{suggest(name, known)}")
+    return plan_strategy(name, {**strategy_node(name), **changes}, where)
+
+
+def strategy_node(name: str) -> dict[str, Any]:
+    """Return what the file of a strategy in ``conf/drafter/`` states."""
     text = (resources.files("specdec_lab.conf") / "drafter" / f"{name}.yaml").read_text(encoding="utf-8")
-    return plan_strategy(name, {**yaml.safe_load(text), **changes}, where)
+    return yaml.safe_load(text)
 
 
 def plan_target(node: Mapping[str, Any], exact: Exact = "off") -> partial[Target]:

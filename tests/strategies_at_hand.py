@@ -15,6 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from specdec_lab.audit.toy import IMPOSSIBLE_LOGIT
 from specdec_lab.drafters.base import Drafter
+from specdec_lab.drafters.eagle import EagleDrafter
+from specdec_lab.drafters.hybrid import HybridDrafter
 from specdec_lab.heads.shipped import SHIPPED
 from specdec_lab.target import Target
 
@@ -37,8 +39,15 @@ def maker(name: str, folder: Path, **changes: object) -> Make:
             config.model = str(disturbed_copy(target, folder, 1.0 if target.name == "toy" else 0.1))
         if config.get("head") == SHIPPED:
             given["head"] = HEADS[config.get("kind", "medusa")](target)
+        with_eagle = "eagle" in config.get("members", ())
+        if with_eagle:
+            config.members.remove("eagle")
         drafter = instantiate(OmegaConf.merge(config, changes), target=target, **given)
         assert isinstance(drafter, Drafter)
+        if with_eagle:
+            assert isinstance(drafter, HybridDrafter)
+            drafter.members.append(EagleDrafter(target, head=eagle_head(target), min_probability=0))
+            drafter.feature_layers = drafter.members[-1].feature_layers
         if not drafter.lossless:
             pytest.skip(f"{name} says that it is not lossless")
         return drafter

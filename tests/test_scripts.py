@@ -90,7 +90,10 @@ def command(
     [
         (
             ["strategies=[eagel]"],
-            ["strategies='eagel'", "autoregressive, draft_model, eagle, eagle3, hybrid, lookahead, medusa, ngram"],
+            [
+                "strategies='eagel'",
+                "autoregressive, draft_model, eagle, eagle3, hybrid, hybrid_eagle, lookahead, medusa, ngram",
+            ],
         ),
         (["drafter.ngram.kk=3"], ["drafter.ngram.kk"]),
         (["drafter.ngram.k=0"], ["drafter.ngram.k=0", "greater than or equal to 1"]),

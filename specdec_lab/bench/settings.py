@@ -10,11 +10,11 @@ from omegaconf import MISSING
 from pydantic import BaseModel, ConfigDict, Field
 
 from specdec_lab.bench.prompts import PromptSet, load_prompts
-from specdec_lab.config import PositiveInt, Threads, check_arguments, locate, suggest, validate
+from specdec_lab.config import PositiveInt, Threads, available_strategies, check_arguments, locate, suggest, validate
 from specdec_lab.errors import InputError
 from specdec_lab.heads.shipped import SHIPPED, is_shipped
 from specdec_lab.sampling import SamplingParams
-from specdec_lab.strategies import StrategyPlan, plan_strategy, plan_target
+from specdec_lab.strategies import StrategyPlan, plan_strategy, plan_target, strategy_node
 from specdec_lab.target import Exact, Target
 from specdec_lab.tracking import TrackingSettings, check_tracking, tracking_settings
 from specdec_lab.verify import Acceptance, RuleName
@@ -152,7 +152,9 @@ def _refuse_unshipped(name: str, node: Mapping[str, Any], target_model: str | No
     field = _unshipped(name, node, target_model)
     if field is not None:
         remedy = f"none comes with the package for the target {target_model}; train one, or give a folder or hub id"
-        raise InputError(f"drafter.{name}.{field}", SHIPPED, remedy)
+        if field == "members":
+            remedy = f"one of them drafts with a head, and {remedy} in drafter.{name}.settings"
+        raise InputError(f"drafter.{name}.{field}", node[field], remedy)
 
 
 def _needs_are_met(name: str, node: Mapping[str, Any], target_model: str | None) -> bool:
@@ -160,10 +162,16 @@ def _needs_are_met(name: str, node: Mapping[str, Any], target_model: str | None)
 
 
 def _unshipped(name: str, node: Mapping[str, Any], target_model: str | None) -> str | None:
-    """Return the field that wants a shipped head where none is there for the target.
+    """Return the field that wants a shipped head, its own or a member's, where none is there for the target.
 
     Which kind of head a strategy takes it says itself, or its module is called after it.
     """
+    changes = node.get("settings") or {}
+    for member in node.get("members") or ():
+        if member in available_strategies() and member != name:
+            own = {**strategy_node(member), **(changes.get(member) or {})}
+            if _unshipped(member, own, target_model) is not None:
+                return "members"
     kind = node.get("kind") or str(node.get("_target_", name)).rpartition(".")[0].rpartition(".")[2]
     if is_shipped(kind, target_model):
         return None

@@ -33,7 +33,7 @@ CHAINS: dict[str, dict[str, Any]] = {
     "medusa": {"tree": [[0], [0, 0]]},
     "eagle": _CHAIN,
     "eagle3": _CHAIN,
-    "draft_model": {"k": 2},
+    "draft_model": {"k": 2, "width": 1, "branches": 1, "min_probability": 0.0},
 }
 
 

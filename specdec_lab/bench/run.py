@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,17 +106,40 @@ def run_rows(
     for strategy in strategies:
         warm_up(strategy, plan)
     settings = plan.settings
-    for block in blocks(plan.prompts.prompts, tuple(by_name), settings.repeats, settings.batch_size):
-        ids = [contexts.get(prompt, block.turn, block.repeat) for prompt in block.prompts]
-        longest = max((len(one) for one in ids if not isinstance(one, str)), default=0)
-        try:
-            allocate(plan, strategies, longest + settings.max_new_tokens)
-        except Exception as error:  # no room for the longest; each decode asks for what it needs and fails its own rows
-            log.warning("a block of prompts is decoded without a common cache: %s", described(error))
-        for name in block.order:
-            for row in _rows_of_block(by_name[name], block, plan, requests, contexts, clock):
-                requests.append(row)
-                report(name)
+    with collector_asleep() as collect:
+        for block in blocks(plan.prompts.prompts, tuple(by_name), settings.repeats, settings.batch_size):
+            ids = [contexts.get(prompt, block.turn, block.repeat) for prompt in block.prompts]
+            longest = max((len(one) for one in ids if not isinstance(one, str)), default=0)
+            try:
+                allocate(plan, strategies, longest + settings.max_new_tokens)
+            except Exception as error:  # no room for the longest; each decode asks for its own, and fails its own rows
+                log.warning("a block of prompts is decoded without a common cache: %s", described(error))
+            for name in block.order:
+                for row in _rows_of_block(by_name[name], block, plan, requests, contexts, clock):
+                    requests.append(row)
+                    report(name)
+                collect()
+
+
+@contextmanager
+def collector_asleep() -> Iterator[Callable[[], object]]:
+    """Keep Python's garbage collector out of what is timed: a pass over all objects can take longer than ten rounds.
+
+    What is there at the start is set aside, so that the passes that are asked for are short.
+
+    Yields:
+        A function that collects; call it where no clock runs.
+    """
+    awake = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield gc.collect
+    finally:
+        gc.unfreeze()
+        if awake:
+            gc.enable()
 
 
 def rows_at_once(plan: RunPlan) -> int:

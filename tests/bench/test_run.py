@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 from collections import Counter
 from dataclasses import replace
@@ -519,6 +520,36 @@ def test_neither_first_calls_nor_the_order_change_a_result(config, run):
     assert baseline["time_seconds"]["prefill"] == pytest.approx(2 * TURNS)
     assert ngram["time_seconds"]["verify"] == pytest.approx(ngram["rounds"])
     assert ngram["time_seconds"]["draft"] < 0.25 * ngram["rounds"] + 1e-6
+
+
+def test_the_garbage_collector_stays_out_of_what_is_timed(config, run):
+    """Guards BM-04: one pass over all objects, half a second here, made a strategy four times as slow as it was."""
+    passes: list[bool] = []
+    asleep: list[bool] = []
+    decode = run_module.speculative_decode
+
+    def watched(*given: Any, **named: Any) -> Any:
+        asleep.append(not gc.isenabled())
+        before = len(passes)
+        yield from decode(*given, **named)
+        assert not asleep[-1] or len(passes) == before
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            passes.append(True)
+
+    gc.callbacks.append(note)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_module, "speculative_decode", watched)
+            summary, _ = run(config)
+    finally:
+        gc.callbacks.remove(note)
+    assert summary["complete"]
+    assert passes, "between the answers"
+    assert asleep.count(True) >= len(asleep) - len(summary["strategies"])  # all but the warm-ups
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
 
 
 def test_strategies_take_turns_prompt_by_prompt(config, run, tmp_path: Path):

@@ -9,7 +9,7 @@ import pytest
 from oracles import decode
 from scripted import PathsDrafter, context_of
 
-from specdec_lab.cost import VerifyCost, bushy, measure_verify_cost
+from specdec_lab.cost import VerifyCost, bushy, measure_verify_cost, never_falling
 from specdec_lab.decode import Request
 from specdec_lab.drafters import sized as sized_module
 from specdec_lab.drafters.hybrid import HybridDrafter
@@ -91,6 +91,14 @@ def test_a_cost_is_measured_behind_the_history_that_was_asked_for(
     assert lengths == [expected]
     if limit is not None:
         assert expected + bushy(12, 8).depth < limit
+
+
+def test_a_slow_moment_is_no_step_in_the_cost():
+    """One disturbed size would cut every tree below it: 8 nodes do not take five times as long as 16."""
+    disturbed = {1: 1.09, 2: 1.06, 4: 1.04, 8: 5.22, 16: 1.24, 17: 1.20}
+    assert never_falling(disturbed) == {1: 1.04, 2: 1.04, 4: 1.04, 8: 1.20, 16: 1.20, 17: 1.20}
+    steps = {1: 10.0, 2: 16.0, 4: 16.0, 8: 20.0}
+    assert never_falling(steps) == steps
 
 
 def test_a_cache_without_room_for_two_nodes_measures_nothing(tiny_target: GetTarget):

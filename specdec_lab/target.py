@@ -109,6 +109,10 @@ class TreeCache:
         """Bytes of all key and value buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
 
+    def holds(self, rows: int, capacity: int) -> bool:
+        """Return whether there is room for so many rows of so many slots."""
+        return self.rows >= rows and self.capacity >= capacity
+
     @property
     def address(self) -> tuple[int, ...]:
         """Where the buffers lie in memory: it changes only when they are allocated anew."""
@@ -323,7 +327,7 @@ class Target:
         capacity = tokens + self._padded_nodes(tree_nodes)
         if self.exact == "fixed_shape":  # the last prefill chunk is padded too
             capacity = _round_up(tokens + max(self._padded_nodes(tree_nodes), QUERY_BUCKETS[-1]), KV_MULTIPLE)
-        if self._cache is None or self._cache.rows < rows or self._cache.capacity < capacity:
+        if self._cache is None or not self._cache.holds(rows, capacity):
             self._cache = None  # frees the old buffers before the new ones are made
             refuse_without_memory(self._layers.values(), rows, capacity)
             self._cache = TreeCache(self._layers, rows, capacity)

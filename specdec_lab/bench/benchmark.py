@@ -67,10 +67,15 @@ def check_run(plan: RunPlan, folder: Path) -> None:
             or finds a damaged file.
     """
     check_folder(folder, resume=plan.settings.resume, overwrite=plan.settings.overwrite)
-    if plan.settings.resume and (folder / CONFIG).exists():
+    if goes_on(plan, folder):
         refuse_changes(plan, folder, loaded=False)
         if (folder / REQUESTS).exists():
             read_rows(folder / REQUESTS)
+
+
+def goes_on(plan: RunPlan, folder: Path) -> bool:
+    """Return whether a run goes on with what an earlier one left in its folder."""
+    return plan.settings.resume and (folder / CONFIG).exists()
 
 
 def stated_config(plan: RunPlan) -> dict[str, Any]:
@@ -110,7 +115,7 @@ def measured_before(plan: RunPlan, folder: Path) -> dict[int, float] | None:
     Raises:
         InputError: ``config.yaml`` states times that cannot be.
     """
-    if not (plan.settings.resume and (folder / CONFIG).exists()):
+    if not goes_on(plan, folder):
         return None
     try:
         stated = read_config(folder).get(VERIFY_MS)
@@ -152,7 +157,7 @@ def run_benchmark(
     Processing(plan.sampling, target)  # refuses what does not fit the target's vocabulary
     with threads(plan.settings.threads, target):
         with launch.together():
-            if plan.settings.resume and (folder / CONFIG).exists():
+            if goes_on(plan, folder):
                 refuse_changes(plan, folder, loaded=True)
             with enough_memory():
                 verify_ms = reserve(share, strategies, measured_before(plan, folder), launch.shared)

@@ -15,9 +15,9 @@ from hydra.utils import get_original_cwd
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from specdec_lab.bench.benchmark import check_run, run_benchmark
+from specdec_lab.bench.benchmark import check_run, goes_on, run_benchmark
 from specdec_lab.bench.console import result_console
-from specdec_lab.bench.files import CONFIG, GO_ON, REPORT, REQUESTS, SUMMARY
+from specdec_lab.bench.files import GO_ON, REPORT, REQUESTS, SUMMARY
 from specdec_lab.bench.processes import Launch, joined
 from specdec_lab.bench.records import read_rows
 from specdec_lab.bench.settings import BASELINE, plan_run
@@ -82,7 +82,7 @@ def _run_to(folder: Path, launch: Launch, config: DictConfig, out: Console, err:
                 remedy = "processes that share a model have to decode the same rows from the start; use overwrite=true"
                 raise InputError("resume", True, remedy)
             check_run(plan, folder)
-            if plan.settings.resume and not (folder / CONFIG).exists():
+            if plan.settings.resume and not goes_on(plan, folder):
                 say(err, f"resume=true: there is no earlier run in {folder}; a new one begins")
         summary = run_benchmark(plan, folder, out, err, launch=launch)
         if not launch.main:

@@ -125,7 +125,7 @@ class EagleDrafter(SizedDrafter):
         widest = max(self.width, len(self.static.paths) if self.static else 1)
         catching_up = max(ALONE, self.depth + 1)  # a row is written as wide as the widest one beside it
         capacity = tokens + self.depth * widest + catching_up + 1
-        if self._cache is None or self._cache.rows < rows or self._cache.capacity < capacity:
+        if self._cache is None or not self._cache.holds(rows, capacity):
             self._cache = None  # the old one first: two need not fit
             refuse_without_memory([shape], rows, capacity)
             self._cache = TreeCache({0: shape}, rows, capacity)

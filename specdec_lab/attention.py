@@ -10,6 +10,7 @@ The function is registered through transformers' public ``AttentionInterface``; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 PACKED_ATTENTION = "specdec_packed"
+WATCHED_ATTENTION = "specdec_watched"
+"""Attention of a draft model in training, which may be told where to look."""
 
 
 def causal_mark(device: torch.device) -> Tensor:
@@ -74,5 +77,25 @@ def packed_attention(
     return attended.transpose(1, 2).contiguous(), None
 
 
+def watched_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    watch: Callable[[int, Tensor, Tensor], None] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' ``sdpa`` does, after ``watch`` has seen the layer's index, its queries and its keys."""
+    if watch is not None:
+        assert isinstance(module.layer_idx, int)
+        watch(module.layer_idx, query, key)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionInterface.register(WATCHED_ATTENTION, watched_attention)
+AttentionMaskInterface.register(WATCHED_ATTENTION, sdpa_mask)
 AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

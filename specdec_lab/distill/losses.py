@@ -7,7 +7,7 @@ in nats where it is a divergence. The target's law gets no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -108,12 +108,9 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, target_probs: Tensor, draft_logits: Tensor) -> Tensor:
         """Return ``[positions]``."""
-        rows, ids = draft_logits.shape
-        loss = torch.empty(rows, dtype=torch.float32, device=draft_logits.device)
+        loss = torch.empty(len(draft_logits), dtype=torch.float32, device=draft_logits.device)
         slope = torch.empty_like(draft_logits) if ctx.needs_input_grad[1] else None
-        at_once = max(1, rows if draft_logits.device.type != "cpu" else CACHED_NUMBERS // ids)
-        for start in range(0, rows, at_once):
-            some = slice(start, start + at_once)
+        for some in _chunks(draft_logits):
             probs, logits = target_probs[some].float(), draft_logits[some].float()
             most = logits.amax(dim=-1, keepdim=True)
             exponentials = (logits - most).exp_()
@@ -130,7 +127,20 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None]:
         """Return the gradient of the logits alone."""
         (slope,) = ctx.saved_tensors
-        return None, None if slope is None else (slope * grads[0][:, None]).to(slope.dtype)
+        if slope is None:
+            return None, None
+        scaled = torch.empty_like(slope)
+        for some in _chunks(slope):
+            scaled[some] = slope[some] * grads[0][some, None]
+        return None, scaled
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Yield the rows of ``[positions, draft_vocab]`` that are worked on at once: all of them off the CPU."""
+    rows, ids = logits.shape
+    at_once = max(1, rows if logits.device.type != "cpu" else CACHED_NUMBERS // ids)
+    for start in range(0, rows, at_once):
+        yield slice(start, start + at_once)
 
 
 CACHED_NUMBERS = 2**18

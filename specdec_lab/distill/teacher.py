@@ -40,7 +40,7 @@ class Teacher:
         """
         source = ahead(self._at + 1, offset - 1) - 1  # -1 where there is no label, past the end too
         marked = source >= 0
-        target_probs = self._probs[source[marked]]
+        target_probs = self._probs.index_select(0, source[marked])
         labels = ahead(self._draft_labels + 1, offset)[marked] - 1
         states = ahead(self.states, offset - 1)[marked]
         return Rows(marked, target_probs, labels, states)

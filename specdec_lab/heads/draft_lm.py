@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from specdec_lab.attention import WATCHED_ATTENTION
 from specdec_lab.errors import InputError, UnsupportedModelError
 from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.target import Target
@@ -45,9 +46,8 @@ class DraftLM(nn.Module):
         super().__init__()
         self.origin, self.vocabulary = tuple(origin), vocabulary
         lm = draft_from_layers(target, self.origin)
-        lm.set_attn_implementation(
-            "eager" if lm.config._attn_implementation == "eager" else "sdpa"
-        )  # the rest has trees
+        self.watchable = lm.config._attn_implementation != "eager"
+        lm.set_attn_implementation(WATCHED_ATTENTION if self.watchable else "eager")  # the rest has trees
         decoder: Any = lm.base_model
         if not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
             raise UnsupportedModelError(f"the decoder of {target.name} has no layers and norm to make a draft from")
@@ -56,12 +56,16 @@ class DraftLM(nn.Module):
         self.embedding = copy.deepcopy(self._embedding[0]).float().requires_grad_() if own_embedding else None
         self.output = copy.deepcopy(reduced_output(target, vocabulary)).float().requires_grad_() if own_output else None
 
-    def states(self, ids: Tensor) -> Tensor:
-        """Return the states that the output layer reads, ``[rows, tokens, hidden]``, for ids padded on the right."""
+    def states(self, ids: Tensor, watch: Callable[[int, Tensor, Tensor], None] | None = None) -> Tensor:
+        """Return the states that the output layer reads, ``[rows, tokens, hidden]``, for ids padded on the right.
+
+        Args:
+            watch: is shown the index, queries and keys of each layer, if ``watchable``.
+        """
         own = self.embedding
         embedded = self._embedding[0](ids).detach() if own is None else own(ids)
         embedded = embedded.to(next(self.layers.parameters()).dtype)
-        return self._decoder[0](inputs_embeds=embedded, use_cache=False).last_hidden_state
+        return self._decoder[0](inputs_embeds=embedded, use_cache=False, watch=watch).last_hidden_state
 
     def logits(self, states: Tensor, shared_output: Tensor) -> Tensor:
         """Return ``[..., draft_vocab]`` of ``[..., hidden]``.

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from specdec_lab.distill import losses as token_losses
 from specdec_lab.distill.batch import Batch
+from specdec_lab.distill.copying import CopyWatch
 from specdec_lab.distill.hits import HitCounter
 from specdec_lab.distill.learner import Learner, Outcome
 from specdec_lab.distill.learners.recurrent import chosen_vocabulary, covered
 from specdec_lab.distill.teacher import Teacher
 from specdec_lab.drafters.draft_model import DraftModelDrafter
+from specdec_lab.errors import InputError
 from specdec_lab.heads.draft_lm import DraftLM
 from specdec_lab.heads.draft_lm_files import save_draft_model
 from specdec_lab.heads.recurrent import SharedParts
@@ -35,6 +37,10 @@ class DraftModelLearner(Learner):
         own_embedding: whether it trains an embedding of its own, which starts as the target's.
         own_output: whether it trains an output layer of its own, which starts as the target's at the draft vocabulary.
         losses: weights of token losses.
+        copying: weight of the attention's loss where a label can be copied, see ``specdec_lab.distill.copying``.
+
+    Raises:
+        InputError: ``copying`` with one layer, or for a target whose attention shows no queries and keys.
     """
 
     kind = "draft_model"
@@ -51,25 +57,38 @@ class DraftModelLearner(Learner):
         own_embedding: bool = False,
         own_output: bool = False,
         losses: dict[str, float] | None = None,
+        copying: Annotated[float, Field(ge=0)] = 0.0,
     ) -> None:
         super().__init__(target)
+        self.copying = copying
         self.mix = dict(FORWARD_KL if losses is None else losses)
         token_losses.check_mix(self.mix)
         depth = target.model.config.get_text_config().num_hidden_layers
         chosen = layers if layers is not None else sorted({0, min(1, depth - 1), depth - 1})
         self.vocabulary = chosen_vocabulary(target, counts, draft_vocab)
         self._parts = (SharedParts(target, self.vocabulary),)
-        self.head: nn.Module = DraftLM(target, chosen, self.vocabulary, own_embedding, own_output)
+        draft = DraftLM(target, chosen, self.vocabulary, own_embedding, own_output)
+        if copying and len(chosen) < 2:
+            raise InputError("copying", copying, "one layer cannot find what it is to copy; give layers two or more")
+        if copying and not draft.watchable:
+            raise InputError("copying", copying, "it cannot be taught with target.attention=eager; use auto or sdpa")
+        self.head: nn.Module = draft
 
     def forward(self, batch: Batch) -> Outcome:
         """Return the sum of the losses over the labels."""
         draft, parts = self._draft(), self._parts[0]
         rows = Teacher(batch, parts, self.vocabulary).at(1)
-        logits = draft.logits(draft.states(batch.ids)[rows.marked], parts.output)
-        loss = token_losses.mixed(self.mix, rows.target_probs, logits).sum()
+        watch = CopyWatch(batch.ids, batch.supervised, len(draft.layers)) if self.copying else None
+        logits = draft.logits(draft.states(batch.ids, watch)[rows.marked], parts.output)
+        token = token_losses.mixed(self.mix, rows.target_probs, logits).sum()
+        shown = {"token": token.detach()}
+        loss = token
+        if watch is not None:
+            shown["copying"] = watch.loss.detach()
+            loss = loss + self.copying * watch.loss
         counter = HitCounter(batch.supervised)
         counter.count(1, rows.marked, logits, rows.labels)
-        return Outcome(loss, {"token": loss.detach()}, counter.hits, counter.seen)
+        return Outcome(loss, shown, counter.hits, counter.seen)
 
     def coverage(self, batch: Batch) -> float:
         """Return the share of labels that the draft vocabulary holds."""

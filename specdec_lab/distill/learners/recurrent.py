@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from specdec_lab.distill import losses
 from specdec_lab.distill.batch import Batch
+from specdec_lab.distill.copying import copy_sources
 from specdec_lab.distill.hits import HitCounter
 from specdec_lab.distill.learner import Learner, Outcome
 from specdec_lab.distill.teacher import Teacher
-from specdec_lab.distill.unrolled import unrolled
+from specdec_lab.distill.unrolled import UnrolledAttention, unrolled
 from specdec_lab.drafters.eagle import EagleDrafter
 from specdec_lab.heads.decoder import start_small
 from specdec_lab.heads.eagle import EagleHead
@@ -33,7 +34,8 @@ class RecurrentLearner(Learner):
     """What both have in common: the unrolled steps and their losses.
 
     The loss of step *i* is weighted with ``decay ** i``; at each step it is the token loss against the teacher's law on
-    the draft vocabulary, and, where ``regression`` is above 0, the distance to the target's own next state.
+    the draft vocabulary, and, where ``regression`` is above 0, the distance to the target's own next state. Where
+    ``copying`` is above 0, the last group of query heads learns in the first step to look where the label can be copied.
     """
 
     def __init__(
@@ -46,13 +48,14 @@ class RecurrentLearner(Learner):
         mix: Mapping[str, float],
         regression: float,
         noise: float,
+        copying: float,
     ) -> None:
         super().__init__(target)
         losses.check_mix(mix)
         self.head: nn.Module = head
         self._parts = (SharedParts(target, head.vocabulary),)
         self.vocabulary, self.steps, self.decay, self.mix = head.vocabulary, steps, decay, dict(mix)
-        self.regression, self.noise = regression, noise
+        self.regression, self.noise, self.copying = regression, noise, copying
         self.offsets = tuple(2 + step for step in range(steps))
 
     def forward(self, batch: Batch) -> Outcome:
@@ -62,7 +65,8 @@ class RecurrentLearner(Learner):
         counter = HitCounter(batch.supervised)
         total = torch.zeros((), device=batch.ids.device)
         shown: dict[str, Tensor] = {}
-        for step, states in enumerate(unrolled(head, parts, self._disturbed(batch), self.steps)):
+        attend = UnrolledAttention(copy_sources(batch.ids, batch.supervised) if self.copying else None)
+        for step, states in enumerate(unrolled(head, parts, self._disturbed(batch), self.steps, attend)):
             rows = teacher.at(self.offsets[step])
             drafted = states[rows.marked]
             logits = head.logits(drafted, parts.output.to(drafted.dtype))
@@ -75,6 +79,9 @@ class RecurrentLearner(Learner):
                 loss = loss + self.regression * distance
             total = total + self.decay**step * loss
             counter.count(step + 1, rows.marked, logits, rows.labels)
+        if self.copying:
+            shown["copying"] = attend.copy_loss.detach()
+            total = total + self.copying * attend.copy_loss
         return Outcome(total, shown, counter.hits, counter.seen)
 
     def coverage(self, batch: Batch) -> float:
@@ -122,6 +129,7 @@ class EagleLearner(RecurrentLearner):
         losses: weights of token losses.
         regression: weight of the feature loss.
         noise: half-width of uniform noise on the target's states, in standard deviations.
+        copying: weight of the attention's loss where a label can be copied, see ``specdec_lab.distill.copying``.
         intermediate_size: of the feed-forward network; ``None``: the target's.
         seed: of the first weights.
     """
@@ -139,6 +147,7 @@ class EagleLearner(RecurrentLearner):
         losses: dict[str, float] | None = None,
         regression: Annotated[float, Field(ge=0)] = 1.0,
         noise: Annotated[float, Field(ge=0)] = 0.0,
+        copying: Annotated[float, Field(ge=0)] = 0.0,
         intermediate_size: Annotated[int, Field(ge=1)] | None = None,
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
@@ -147,7 +156,7 @@ class EagleLearner(RecurrentLearner):
         start_small(head, torch.Generator().manual_seed(seed))
         self.feature_layers = head.feature_layers
         mix = CROSS_ENTROPY if losses is None else losses
-        super().__init__(target, head, steps=steps, decay=decay, mix=mix, regression=regression, noise=noise)
+        super().__init__(target, head, steps=steps, decay=decay, mix=mix, regression=regression, noise=noise, copying=copying)
 
 
 class Eagle3Learner(RecurrentLearner):
@@ -160,6 +169,7 @@ class Eagle3Learner(RecurrentLearner):
         losses: weights of token losses.
         layers: hidden states of the target that are fused; ``None``: 2, n // 2 and n - 3.
         start_output: whether the output layer starts as the target's rows rather than at random.
+        copying: weight of the attention's loss where a label can be copied, see ``specdec_lab.distill.copying``.
         intermediate_size: of the feed-forward network; ``None``: the target's.
         seed: of the first weights.
     """
@@ -177,6 +187,7 @@ class Eagle3Learner(RecurrentLearner):
         losses: dict[str, float] | None = None,
         layers: list[int] | None = None,
         start_output: bool = True,
+        copying: Annotated[float, Field(ge=0)] = 0.0,
         intermediate_size: Annotated[int, Field(ge=1)] | None = None,
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
@@ -191,7 +202,7 @@ class Eagle3Learner(RecurrentLearner):
                 head.lm_head.weight.copy_(SharedParts(target, vocabulary).output)
         self.feature_layers = tuple(dict.fromkeys((*picks, -1)))  # the last for the teacher's own logits
         mix = CROSS_ENTROPY if losses is None else losses
-        super().__init__(target, head, steps=steps, decay=decay, mix=mix, regression=0.0, noise=0.0)
+        super().__init__(target, head, steps=steps, decay=decay, mix=mix, regression=0.0, noise=0.0, copying=copying)
 
 
 def chosen_vocabulary(target: Target, counts: Tensor, size: int | None) -> DraftVocabulary:

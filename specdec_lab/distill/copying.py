@@ -1,0 +1,89 @@
+"""Teaching a draft head to copy: a group of its query heads looks where the text has said the next token before.
+
+Induction heads (arXiv 2209.11895) find an earlier place of the current token and read what came after it. A recurrent
+head of one layer can hold one, since it sees at every earlier position the target's state and the token that followed;
+a draft model needs two layers, the first of which brings along the token before. From scarce data they do not find
+that out by themselves; told where to look, they do.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec_lab.distill.batch import ahead
+
+
+def copy_sources(ids: Tensor, supervised: Tensor) -> Tensor:
+    """Return from where a recurrent head could copy its first label, ``[rows, tokens, tokens]``, bool.
+
+    At ``[row, t, j]``: token *j* is the token after *t*, at which the head is, and the token after *j* is the label
+    that it drafts there, token *t + 2*; *j* is not after *t*.
+
+    Args:
+        ids: ``[rows, tokens]``.
+        supervised: tokens that are labels, ``[rows, tokens]``, bool.
+    """
+    following, labels = ahead(ids, 1), ahead(ids, 2)
+    same = following[:, :, None] == ids[:, None, :]
+    right = labels[:, :, None] == following[:, None, :]
+    return (same & right & ahead(supervised, 2)[:, :, None]).tril()
+
+
+def label_sources(ids: Tensor, supervised: Tensor) -> Tensor:
+    """Return from where a language model could copy its label, ``[rows, tokens, tokens]``, bool.
+
+    At ``[row, t, j]``: token *j* is the label, token *t + 1*, and the token before *j* is token *t*; *j* is not after
+    *t*.
+    """
+    sources = copy_sources(ids, supervised)  # one token later on both axes
+    return F.pad(sources[:, :-1, :-1], (1, 0, 1, 0))
+
+
+def previous_sources(ids: Tensor) -> Tensor:
+    """Return the token before at every position but the first, ``[rows, tokens, tokens]``, bool."""
+    rows, tokens = ids.shape
+    return torch.eye(tokens, dtype=torch.bool, device=ids.device).roll(-1, dims=1).tril(-1).expand(rows, -1, -1)
+
+
+def copy_loss(query: Tensor, key: Tensor, sources: Tensor) -> Tensor:
+    """Return minus the log of the attention that falls on a source, in nats: mean of the heads, sum of the positions.
+
+    Positions without a source count nothing.
+
+    Args:
+        query: of the heads that are to copy, ``[rows, heads, tokens, head_dim]``.
+        key: ``[rows, heads, tokens, head_dim]``.
+        sources: see ``copy_sources``, ``[rows, tokens, tokens]``.
+    """
+    tokens = query.shape[2]
+    scores = (query @ key.transpose(-1, -2)).float() * query.shape[3] ** -0.5  # [rows, heads, tokens, tokens]
+    future = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
+    scores = scores.masked_fill(future, -torch.inf)
+    copied = scores.masked_fill(~sources[:, None], -torch.inf)
+    some = sources.any(dim=-1)[:, None].expand(scores.shape[:3])  # [rows, heads, tokens]
+    missed = scores[some].logsumexp(dim=-1) - copied[some].logsumexp(dim=-1)
+    return missed.sum() / query.shape[1]
+
+
+class CopyWatch:
+    """Sees queries and keys of a language model's layers, and adds up how far they are from a copy.
+
+    The last group of query heads of the first layer is to look at the token before, that of the last layer at the
+    places of ``label_sources``; with fewer than two layers there is nothing to see.
+
+    Attributes:
+        loss: see ``copy_loss``, of both layers.
+    """
+
+    def __init__(self, ids: Tensor, supervised: Tensor, layers: int) -> None:
+        self.loss = torch.zeros((), device=ids.device)
+        self._sources = {layers - 1: label_sources(ids, supervised), 0: previous_sources(ids)} if layers > 1 else {}
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor) -> None:
+        """Look at one layer, ``query [rows, heads, tokens, head_dim]``, ``key [rows, kv_heads, tokens, head_dim]``."""
+        if layer in self._sources:
+            groups = query.shape[1] // key.shape[1]
+            last = key[:, -1:].expand(-1, groups, -1, -1)
+            self.loss = self.loss + copy_loss(query[:, -groups:], last, self._sources[layer])

@@ -1,0 +1,118 @@
+"""Heads are told where to look for what can be copied: the places are right, and heads learn to look there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec_lab.distill.batch import Batch, Example, collate
+from specdec_lab.distill.copying import CopyWatch, copy_loss, copy_sources, label_sources, previous_sources
+from specdec_lab.distill.features import OnlineFeatures
+from specdec_lab.distill.learner import Learner
+from specdec_lab.distill.learners.draft_model import DraftModelLearner
+from specdec_lab.distill.learners.recurrent import Eagle3Learner, EagleLearner
+from specdec_lab.errors import InputError
+from specdec_lab.target import Target
+
+
+def test_sources_are_where_the_label_follows_the_same_token():
+    """By hand, position by position: an index that is off by one teaches a head to copy the wrong token."""
+    ids = torch.randint(0, 4, (3, 12), generator=torch.Generator().manual_seed(0))
+    supervised = torch.rand(3, 12, generator=torch.Generator().manual_seed(1)) < 0.7
+    found, model = copy_sources(ids, supervised), label_sources(ids, supervised)
+    for row in range(3):
+        text, marks = ids[row].tolist(), supervised[row].tolist()
+        for t in range(12):
+            for j in range(12):
+                head = j <= t < 10 and text[t + 1 : t + 3] == text[j : j + 2] and marks[t + 2]
+                assert bool(found[row, t, j]) == head
+                before = 1 <= j <= t < 11 and text[t : t + 2] == text[j - 1 : j + 1] and marks[t + 1]
+                assert bool(model[row, t, j]) == before
+
+
+def test_the_token_before_is_the_source_of_the_first_layer():
+    assert previous_sources(torch.zeros(1, 4)).nonzero().tolist() == [[0, 1, 0], [0, 2, 1], [0, 3, 2]]
+
+
+def test_the_loss_is_the_attention_that_misses_the_sources():
+    """Even attention over 1, 2, 3 and 4 visible tokens; positions without a source count nothing."""
+    sources = torch.zeros(1, 4, 4, dtype=torch.bool)
+    sources[0, 1, 0] = sources[0, 3, 0] = sources[0, 3, 2] = True
+    query = torch.zeros(1, 2, 4, 8)
+    loss = copy_loss(query, torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0)), sources)
+    assert loss.item() == pytest.approx(math.log(2) + math.log(4 / 2))
+    assert copy_loss(query, query, torch.zeros_like(sources)).item() == 0
+
+
+def repeating(target: Target, seed: int) -> Batch:
+    """Texts that say the same ten random tokens twice."""
+    said = torch.randint(5, target.vocab_size - 1, (4, 10), generator=torch.Generator().manual_seed(seed))
+    examples = [Example(f"{seed}/{at}", tuple(ids + ids), (True,) * 20) for at, ids in enumerate(said.tolist())]
+    return OnlineFeatures(target, (0, 1, 2, -1)).batch(examples)
+
+
+LEARNERS: dict[str, Callable[..., Learner]] = {
+    "eagle": lambda target, counts: EagleLearner(target, counts, steps=2, draft_vocab=None, copying=1.0),
+    "eagle3": lambda target, counts: Eagle3Learner(
+        target, counts, steps=2, draft_vocab=None, layers=[0, 1, 2], copying=1.0
+    ),
+    "draft_model": lambda target, counts: DraftModelLearner(
+        target, counts, layers=[0, 1], draft_vocab=None, copying=1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_heads_learn_where_to_look_in_texts_they_have_not_seen(kind: str, tiny_target: Target):
+    """The heads of before looked at such places by chance: where copying was right, they were no better than elsewhere."""
+    learner = LEARNERS[kind](tiny_target, torch.ones(tiny_target.vocab_size))
+    unseen = repeating(tiny_target, seed=1000)
+    optimizer = torch.optim.AdamW([p for p in learner.head.parameters() if p.requires_grad], lr=3e-3)
+    before = missed(learner, unseen)
+    for seed in range(120):
+        optimizer.zero_grad(set_to_none=True)
+        (learner(repeating(tiny_target, seed)).loss / 80).backward()
+        optimizer.step()
+    assert missed(learner, unseen) < before / 2
+
+
+def missed(learner: Learner, batch: Batch) -> float:
+    with torch.no_grad():
+        return float(learner(batch).parts["copying"])
+
+
+def test_without_its_weight_nothing_is_watched(tiny_target: Target):
+    """A recipe of a paper stays that recipe."""
+    learner = EagleLearner(tiny_target, torch.ones(tiny_target.vocab_size), draft_vocab=None)
+    assert not any("copying" in name for name in learner(repeating(tiny_target, 0)).parts)
+
+
+def test_one_layer_cannot_copy(tiny_target: Target):
+    with pytest.raises(InputError, match="one layer cannot"):
+        DraftModelLearner(tiny_target, torch.ones(tiny_target.vocab_size), layers=[0], copying=0.1)
+
+
+def test_a_watch_of_padding_sees_nothing(tiny_target: Target):
+    """Padding has the id 0 over and over: all of it would look like copies."""
+    batch = collate([Example("long", tuple(range(5, 25)), (True,) * 20), Example("short", (5, 6), (True, True))])
+    assert not copy_sources(batch.ids, batch.supervised)[1].any()
+    watch = CopyWatch(batch.ids, batch.supervised, layers=2)
+    keys: Any = torch.zeros(2, 1, 20, 4)
+    watch(1, keys, keys)
+    assert watch.loss.item() == 0
+
+
+def test_attention_is_as_before(tiny_target: Tensor):
+    """Looking at queries and keys changes no number that a draft computes."""
+    learner = LEARNERS["draft_model"](tiny_target, torch.ones(64))
+    batch = repeating(tiny_target, 3)
+    seen: list[int] = []
+    states: Any = learner.head
+    watched = states.states(batch.ids, lambda layer, query, key: seen.append(layer))
+    assert torch.equal(watched, states.states(batch.ids))
+    assert seen == [0, 1]

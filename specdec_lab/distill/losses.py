@@ -110,7 +110,7 @@ class _CrossEntropy(torch.autograd.Function):
         """Return ``[positions]``."""
         loss = torch.empty(len(draft_logits), dtype=torch.float32, device=draft_logits.device)
         slope = torch.empty_like(draft_logits) if ctx.needs_input_grad[1] else None
-        for some in _chunks(draft_logits):
+        for some in row_chunks(draft_logits):
             probs, logits = target_probs[some].float(), draft_logits[some].float()
             most = logits.amax(dim=-1, keepdim=True)
             exponentials = (logits - most).exp_()
@@ -130,12 +130,12 @@ class _CrossEntropy(torch.autograd.Function):
         if slope is None:
             return None, None
         scaled = torch.empty_like(slope)
-        for some in _chunks(slope):
+        for some in row_chunks(slope):
             scaled[some] = slope[some] * grads[0][some, None]
         return None, scaled
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
+def row_chunks(logits: Tensor) -> Iterator[slice]:
     """Yield the rows of ``[positions, draft_vocab]`` that are worked on at once: all of them off the CPU."""
     rows, ids = logits.shape
     at_once = max(1, rows if logits.device.type != "cpu" else CACHED_NUMBERS // ids)
@@ -143,5 +143,5 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
         yield slice(start, start + at_once)
 
 
-CACHED_NUMBERS = 2**18
-"""Logits whose gradient is made at once on a CPU: 1 MB of float32, and a few such buffers."""
+CACHED_NUMBERS = 2**17
+"""Logits whose gradient is made at once on a CPU: half a megabyte of float32, and a few such buffers."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_lab.distill.batch import Batch, ahead
+from specdec_lab.distill.losses import row_chunks
 from specdec_lab.heads.recurrent import SharedParts
 from specdec_lab.heads.vocabulary import DraftVocabulary
 
@@ -26,7 +27,9 @@ class Teacher:
         self.states = batch.features[-1]
         with torch.no_grad():
             logits = F.linear(self.states[says].to(parts.output.dtype), parts.output)
-            self._probs = logits.float().softmax(dim=-1)
+            self._probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+            for some in row_chunks(logits):
+                self._probs[some] = logits[some].float().softmax(dim=-1)
         self._at = torch.full(says.shape, -1, dtype=torch.long, device=says.device)
         self._at[says] = torch.arange(int(says.sum()), device=says.device)
         self._ids = batch.ids

@@ -85,13 +85,13 @@ def watched_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    watch: Callable[[int, Tensor, Tensor], None] | None = None,
+    watch: Callable[[int, Tensor, Tensor, Tensor], None] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' ``sdpa`` does, after ``watch`` has seen the layer's index, its queries and its keys."""
+    """Attend as transformers' ``sdpa`` does, after ``watch`` has seen the layer's index, queries, keys and values."""
     if watch is not None:
         assert isinstance(module.layer_idx, int)
-        watch(module.layer_idx, query, key)
+        watch(module.layer_idx, query, key, value)
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 

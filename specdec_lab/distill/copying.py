@@ -3,7 +3,7 @@
 Induction heads (arXiv 2209.11895) find an earlier place of the current token and read what came after it. A recurrent
 head of one layer can hold one, since it sees at every earlier position the target's state and the token that followed;
 a draft model needs two layers, the first of which brings along the token before. From scarce data they do not find
-that out by themselves; told where to look, they do.
+that out by themselves; told where to look, and which token to bring back, they do.
 """
 
 from __future__ import annotations
@@ -67,22 +67,57 @@ def copy_loss(query: Tensor, key: Tensor, sources: Tensor) -> Tensor:
     return missed.sum() / query.shape[1]
 
 
+def carried_states(value: Tensor, output: Tensor) -> Tensor:
+    """Return what the last group of query heads adds to the state if all of it looks at one position.
+
+    Args:
+        value: ``[rows, kv_heads, tokens, head_dim]``.
+        output: the weight that turns all heads' outputs into a state, ``[hidden, query_heads * head_dim]``.
+
+    Returns:
+        ``[rows, tokens, hidden]``, for each position that may be looked at.
+    """
+    kv_heads, head_dim = value.shape[1], value.shape[3]
+    groups = output.shape[1] // (kv_heads * head_dim)
+    last = output[:, -groups * head_dim :].view(-1, groups, head_dim).sum(dim=1)  # [hidden, head_dim]
+    return F.linear(value[:, -1], last.to(value.dtype))
+
+
+def carried(labels: Tensor) -> Tensor:
+    """Return the positions whose value is compared with the token that it is to carry, ``[rows, tokens]``, bool.
+
+    Every fourth, as each costs a row of the output layer, and only those whose token can be drafted.
+
+    Args:
+        labels: draft ids, -1 where the draft vocabulary lacks the token, ``[rows, tokens]``.
+    """
+    return (labels >= 0) & (torch.arange(labels.shape[1], device=labels.device) % CARRIED_EVERY == 0)
+
+
+CARRIED_EVERY = 4
+
+
 class CopyWatch:
-    """Sees queries and keys of a language model's layers, and adds up how far they are from a copy.
+    """Sees queries, keys and values of a language model's layers, and adds up how far the queries are from a copy.
 
     The last group of query heads of the first layer is to look at the token before, that of the last layer at the
-    places of ``label_sources``; with fewer than two layers there is nothing to see.
+    places of ``label_sources``.
 
     Attributes:
         loss: see ``copy_loss``, of both layers.
+        value: of the last layer, ``[rows, kv_heads, tokens, head_dim]``; empty before it was seen.
     """
 
     def __init__(self, ids: Tensor, supervised: Tensor, layers: int) -> None:
         self.loss = torch.zeros((), device=ids.device)
-        self._sources = {layers - 1: label_sources(ids, supervised), 0: previous_sources(ids)} if layers > 1 else {}
+        self.value = torch.empty(0, device=ids.device)
+        self._sources = {0: previous_sources(ids), layers - 1: label_sources(ids, supervised)}
+        self._last = layers - 1
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor) -> None:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Look at one layer, ``query [rows, heads, tokens, head_dim]``, ``key [rows, kv_heads, tokens, head_dim]``."""
+        if layer == self._last:
+            self.value = value
         if layer in self._sources:
             groups = query.shape[1] // key.shape[1]
             last = key[:, -1:].expand(-1, groups, -1, -1)

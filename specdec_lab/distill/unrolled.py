@@ -27,11 +27,13 @@ class UnrolledAttention:
 
     Attributes:
         copy_loss: how far it is from that, see ``copying.copy_loss``; 0 before the first step and without sources.
+        value: of the first step, ``[rows, kv_heads, tokens, head_dim]``; empty before it.
     """
 
     def __init__(self, sources: Tensor | None = None) -> None:
         self._sources = sources
         self.copy_loss = torch.zeros(())
+        self.value = torch.empty(0)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
@@ -41,6 +43,7 @@ class UnrolledAttention:
         self._keys.append(key.repeat_interleave(groups, dim=1))
         self._values.append(value.repeat_interleave(groups, dim=1))
         if len(self._keys) == 1:
+            self.value = value
             if self._sources is not None:
                 self.copy_loss = copy_loss(query[:, -groups:], self._keys[0][:, -groups:], self._sources)
             return F.scaled_dot_product_attention(query, self._keys[0], self._values[0], is_causal=True)

@@ -56,16 +56,23 @@ class DraftLM(nn.Module):
         self.embedding = copy.deepcopy(self._embedding[0]).float().requires_grad_() if own_embedding else None
         self.output = copy.deepcopy(reduced_output(target, vocabulary)).float().requires_grad_() if own_output else None
 
-    def states(self, ids: Tensor, watch: Callable[[int, Tensor, Tensor], None] | None = None) -> Tensor:
+    def states(self, ids: Tensor, watch: Callable[[int, Tensor, Tensor, Tensor], None] | None = None) -> Tensor:
         """Return the states that the output layer reads, ``[rows, tokens, hidden]``, for ids padded on the right.
 
         Args:
-            watch: is shown the index, queries and keys of each layer, if ``watchable``.
+            watch: is shown the index, queries, keys and values of each layer, if ``watchable``.
         """
         own = self.embedding
         embedded = self._embedding[0](ids).detach() if own is None else own(ids)
         embedded = embedded.to(next(self.layers.parameters()).dtype)
         return self._decoder[0](inputs_embeds=embedded, use_cache=False, watch=watch).last_hidden_state
+
+    @property
+    def last_output(self) -> Tensor:
+        """The weight that turns the last layer's attention into a state, ``[hidden, query_heads * head_dim]``."""
+        weight = self.layers[-1].self_attn.o_proj.weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     def logits(self, states: Tensor, shared_output: Tensor) -> Tensor:
         """Return ``[..., draft_vocab]`` of ``[..., hidden]``.

@@ -46,6 +46,11 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=fc_bias)
         self.layers = nn.ModuleList([EagleLayer(config)])
 
+    @property
+    def attention(self) -> Attention:
+        """Its layer's attention."""
+        return self.layers[0].self_attn  # pyright: ignore[reportReturnType]
+
     def begin(self, features: Mapping[int, Tensor]) -> Tensor:
         """Return the target's last hidden state as it is."""
         return features[-1]

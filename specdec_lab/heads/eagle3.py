@@ -87,6 +87,11 @@ class Eagle3Head(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, len(vocabulary), bias=False)
 
+    @property
+    def attention(self) -> Attention:
+        """Its layer's attention."""
+        return self.midlayer.self_attn
+
     def begin(self, features: Mapping[int, Tensor]) -> Tensor:
         """Return the fused states, ``[..., hidden]``."""
         return self.fc(torch.cat([features[layer] for layer in self.feature_layers], dim=-1))

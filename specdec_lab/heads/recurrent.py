@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdec_lab.errors import UnsupportedModelError
-from specdec_lab.heads.decoder import Attend, Rotation
+from specdec_lab.heads.decoder import Attend, Attention, Rotation
 from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.target import Target
 
@@ -36,6 +36,11 @@ class RecurrentHead(Protocol):
     feature_layers: tuple[int, ...]
     rotation: Rotation
     own_output: bool
+
+    @property
+    def attention(self) -> Attention:
+        """Its layer's attention."""
+        ...
 
     def begin(self, features: Mapping[int, Tensor]) -> Tensor:
         """Return the layer's input from the target's states, ``{layer: [..., target hidden]} -> [..., hidden]``."""

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from specdec_lab.distill import losses as token_losses
 from specdec_lab.distill.batch import Batch
-from specdec_lab.distill.copying import CopyWatch
+from specdec_lab.distill.copying import CopyWatch, carried, carried_states
 from specdec_lab.distill.hits import HitCounter
 from specdec_lab.distill.learner import Learner, Outcome
 from specdec_lab.distill.learners.recurrent import chosen_vocabulary, covered
@@ -84,11 +85,21 @@ class DraftModelLearner(Learner):
         shown = {"token": token.detach()}
         loss = token
         if watch is not None:
-            shown["copying"] = watch.loss.detach()
-            loss = loss + self.copying * watch.loss
+            carried_loss = self._carried_loss(watch.value, batch.ids)
+            shown.update({"copying/where": watch.loss.detach(), "copying/what": carried_loss.detach()})
+            loss = loss + self.copying * (watch.loss + carried_loss)
         counter = HitCounter(batch.supervised)
         counter.count(1, rows.marked, logits, rows.labels)
         return Outcome(loss, shown, counter.hits, counter.seen)
+
+    def _carried_loss(self, value: Tensor, ids: Tensor) -> Tensor:
+        """Return how badly the copying heads of the last layer bring back the token of a position, in nats."""
+        draft = self._draft()
+        labels = self.vocabulary.draft_ids(ids)
+        at = carried(labels)
+        states = carried_states(value, draft.last_output)[at]
+        logits = draft.logits(draft.norm(states), self._parts[0].output)
+        return F.cross_entropy(logits.float(), labels[at], reduction="sum")
 
     def coverage(self, batch: Batch) -> float:
         """Return the share of labels that the draft vocabulary holds."""

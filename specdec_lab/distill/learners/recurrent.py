@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from specdec_lab.distill import losses
-from specdec_lab.distill.batch import Batch
-from specdec_lab.distill.copying import copy_sources
+from specdec_lab.distill.batch import Batch, ahead
+from specdec_lab.distill.copying import carried, carried_states, copy_sources
 from specdec_lab.distill.hits import HitCounter
 from specdec_lab.distill.learner import Learner, Outcome
 from specdec_lab.distill.teacher import Teacher
@@ -35,7 +36,7 @@ class RecurrentLearner(Learner):
 
     The loss of step *i* is weighted with ``decay ** i``; at each step it is the token loss against the teacher's law on
     the draft vocabulary, and, where ``regression`` is above 0, the distance to the target's own next state. Where
-    ``copying`` is above 0, the last group of query heads learns in the first step to look where the label can be copied.
+    ``copying`` is above 0, the last group of query heads learns to look where the label can be copied, and to bring it.
     """
 
     def __init__(
@@ -80,9 +81,19 @@ class RecurrentLearner(Learner):
             total = total + self.decay**step * loss
             counter.count(step + 1, rows.marked, logits, rows.labels)
         if self.copying:
-            shown["copying"] = attend.copy_loss.detach()
-            total = total + self.copying * attend.copy_loss
+            carried_loss = self._carried_loss(attend.value, batch.ids)
+            shown.update({"copying/where": attend.copy_loss.detach(), "copying/what": carried_loss.detach()})
+            total = total + self.copying * (attend.copy_loss + carried_loss)
         return Outcome(total, shown, counter.hits, counter.seen)
+
+    def _carried_loss(self, value: Tensor, ids: Tensor) -> Tensor:
+        """Return how badly the copying heads bring back the token that followed a position, in nats."""
+        head, parts = self._recurrent(), self._parts[0]
+        labels = ahead(self.vocabulary.draft_ids(ids) + 1, 1) - 1
+        at = carried(labels)
+        states = carried_states(value, head.attention.o_proj.weight)[at]
+        logits = head.logits(states, parts.output.to(states.dtype))
+        return F.cross_entropy(logits.float(), labels[at], reduction="sum")
 
     def coverage(self, batch: Batch) -> float:
         """Return the share of labels that the draft vocabulary holds."""

@@ -89,9 +89,7 @@ class _MergedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
         """Return ``[rows, heads, tokens, head_dim]``."""
         exact = accumulated(query)
         ctx.scale = query.shape[3] ** -0.5

@@ -17,7 +17,7 @@ from specdec_lab.drafters.base import DraftContext
 from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import InputError
 from specdec_lab.heads.draft_lm import DraftLM
-from specdec_lab.heads.draft_lm_files import is_draft_model, load_draft_model
+from specdec_lab.heads.draft_lm_files import is_draft_model, load_draft_model, refuse_head
 from specdec_lab.heads.facts import training_tokens
 from specdec_lab.heads.shipped import SHIPPED, head_source
 from specdec_lab.heads.vocabulary import DraftVocabulary
@@ -106,9 +106,11 @@ class DraftModelDrafter(SizedDrafter):
 
     @classmethod
     def check_parameters(cls, *, model: str | DraftLM, verify_ms: Mapping[int, float] | None, **others: Any) -> None:
-        """Refuse an empty model name and times that cannot be; what it names is looked at when the target is there."""
+        """Refuse an empty name, a head and times that cannot be; a model is looked at when the target is there."""
         if not model:
             raise InputError("model", model, "give a hub id, a folder or a .gguf file of a causal LM")
+        if isinstance(model, str):
+            refuse_head(model)
         super().check_parameters(verify_ms=verify_ms)
 
     def allocate(self, rows: int, tokens: int) -> None:

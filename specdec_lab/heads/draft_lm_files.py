@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from specdec_lab.errors import InputError, one_line
 from specdec_lab.heads.draft_lm import DraftLM
-from specdec_lab.heads.formats.files import CONFIG, write_folder
+from specdec_lab.heads.formats.files import BLOCK, CONFIG, write_folder
 from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.target import Target
 
@@ -23,10 +23,28 @@ WEIGHTS, VOCABULARY = "model.safetensors", "d2t"
 
 def is_draft_model(source: str) -> bool:
     """Return whether a folder holds such a model, and no model of its own."""
+    return _config(source).get("format") == FORMAT
+
+
+def refuse_head(source: str) -> None:
+    """Refuse the folder of a head, which looks like that of a model until its weights are read.
+
+    Raises:
+        InputError: with the bare field ``model``; names the strategy that the head is for.
+    """
+    block = _config(source).get(BLOCK)
+    kind = block.get("kind") if isinstance(block, dict) else None
+    if kind is not None:
+        remedy = f"this is a head for the strategy {kind}; give it there, or give the folder of a causal LM"
+        raise InputError("model", source, remedy)
+
+
+def _config(source: str) -> dict[str, Any]:
     try:
-        return json.loads((Path(source) / CONFIG).read_text(encoding="utf-8")).get("format") == FORMAT
-    except (OSError, ValueError, AttributeError):
-        return False
+        found = json.loads((Path(source) / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def save_draft_model(

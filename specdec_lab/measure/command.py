@@ -32,7 +32,7 @@ from specdec_lab.measure.exactness import exactness_table, measure_identity, mea
 from specdec_lab.measure.growth import measure_memory, measure_round_cost, repeated, round_cost_table
 from specdec_lab.measure.peers import PromptIds, our_loop, transformers_generate
 from specdec_lab.measure.sampling_cost import SAMPLING_COST, measure_sampling_cost, sampling_cost_table
-from specdec_lab.measure.strategies import measure_strategies, strategies_table
+from specdec_lab.measure.strategies import StrategyRates, measure_strategies, strategies_table
 from specdec_lab.provenance import machine, package_versions
 from specdec_lab.strategies import named_strategy, plan_target
 from specdec_lab.target import Exact, Target
@@ -255,25 +255,32 @@ def _sampling(bench: Bench) -> tuple[Table, Any]:
 
 
 def _side_by_side(
-    bench: Bench, drafters: Mapping[str, Drafter], title: str, batch_sizes: Sequence[int] = (1,), alternations: int = 1
+    bench: Bench,
+    drafters: Callable[[], Mapping[str, Drafter]],
+    title: str,
+    batch_sizes: Sequence[int] = (1,),
+    alternations: int = 1,
 ) -> tuple[Table, Any]:
-    total = len(bench.prompts) * len(drafters) * len(batch_sizes) * alternations
+    found: list[StrategyRates] = []
+    strategies = [drafters() for _ in batch_sizes]
+    total = len(bench.prompts) * sum(map(len, strategies)) * alternations
     with progress(bench.console, total=total, what="answers") as report:
-        found = measure_strategies(
-            bench.target,
-            drafters,
-            bench.prompts,
-            bench.settings.max_new_tokens,
-            batch_sizes=batch_sizes,
-            alternations=alternations,
-            batch_nodes=bench.settings.batch_nodes,
-            on_answer=report,
-        )
+        for batch_size, some in zip(batch_sizes, strategies, strict=True):
+            found += measure_strategies(
+                bench.target,
+                some,
+                bench.prompts,
+                bench.settings.max_new_tokens,
+                batch_size=batch_size,
+                alternations=alternations,
+                batch_nodes=bench.settings.batch_nodes,
+                on_answer=report,
+            )
     return strategies_table(found, title), [asdict(one) for one in found]
 
 
 def _strategies(bench: Bench) -> tuple[Table, Any]:
-    return _side_by_side(bench, _drafters(bench), "strategies", alternations=bench.settings.alternations)
+    return _side_by_side(bench, partial(_drafters, bench), "strategies", alternations=bench.settings.alternations)
 
 
 def _drafters(bench: Bench) -> dict[str, Drafter]:
@@ -290,11 +297,11 @@ def _lookahead(bench: Bench) -> tuple[Table, Any]:
         "pool of the text alone": LookaheadDrafter(target, window=0),
         "all": LookaheadDrafter(target),
     }
-    return _side_by_side(bench, drafters, "parts of lookahead")
+    return _side_by_side(bench, lambda: drafters, "parts of lookahead")
 
 
 def _batches(bench: Bench) -> tuple[Table, Any]:
-    return _side_by_side(bench, _drafters(bench), "batches", bench.settings.batch_sizes)
+    return _side_by_side(bench, partial(_drafters, bench), "batches", bench.settings.batch_sizes)
 
 
 PICTURES: Mapping[Part, Callable[[Any, Path], None]] = {"acceptance": draw_identity}

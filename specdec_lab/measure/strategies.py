@@ -43,59 +43,59 @@ def measure_strategies(
     prompts: Sequence[tuple[int, ...]],
     max_new_tokens: int,
     *,
-    batch_sizes: Sequence[int] = (1,),
+    batch_size: int = 1,
     alternations: int = 1,
     batch_nodes: int | None = None,
     on_answer: Callable[[str], None] = lambda name: None,
 ) -> list[StrategyRates]:
-    """Decode all prompts with every strategy and batch size, strategies taking turns batch by batch.
+    """Decode all prompts with every strategy, strategies taking turns batch by batch.
 
     Args:
-        drafters: ``autoregressive`` among them.
+        drafters: ``autoregressive`` among them; new ones for each batch size, since trees are cut by the times of
+            forwards that so many rows share.
         batch_nodes: see ``speculative_decode``.
     """
-    found = []
-    for batch_size in batch_sizes:
-        names = list(drafters)
-        rates: dict[str, list[float]] = {name: [] for name in names}
-        rounds, emitted, nodes = (dict.fromkeys(names, 0) for _ in range(3))
-        waits: dict[str, list[float]] = {name: [] for name in names}
-        for turn in range(alternations):
-            seconds, tokens = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
-            for at in range(0, len(prompts), batch_size):
-                requests = [Request(prompt, max_new_tokens) for prompt in prompts[at : at + batch_size]]
-                shift = (turn + at // batch_size) % len(names)
-                for name in names[shift:] + names[:shift]:
-                    for event in speculative_decode(
-                        target, drafters[name], requests, batch_size=len(requests), batch_nodes=batch_nodes
-                    ):
-                        generation = event.generation
-                        if generation is None or generation.error is not None:
-                            continue
-                        count = len(generation.output_ids) - 1
-                        seconds[name] += generation.time_seconds.total - generation.time_seconds.prefill
-                        tokens[name] += count
-                        rounds[name] += len(generation.rounds)
-                        emitted[name] += count
-                        nodes[name] += sum(item.proposed_nodes for item in generation.rounds)
-                        if count:
-                            waits[name].append(1e3 * generation.decode_elapsed_seconds / count)
-                        on_answer(name)
-            for name in names:
-                rates[name].append(tokens[name] / seconds[name])
+    names = list(drafters)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    rounds, emitted, nodes = (dict.fromkeys(names, 0) for _ in range(3))
+    waits: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(alternations):
+        seconds, tokens = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+        for at in range(0, len(prompts), batch_size):
+            requests = [Request(prompt, max_new_tokens) for prompt in prompts[at : at + batch_size]]
+            shift = (turn + at // batch_size) % len(names)
+            for name in names[shift:] + names[:shift]:
+                for event in speculative_decode(
+                    target, drafters[name], requests, batch_size=len(requests), batch_nodes=batch_nodes
+                ):
+                    generation = event.generation
+                    if generation is None or generation.error is not None:
+                        continue
+                    count = len(generation.output_ids) - 1
+                    seconds[name] += generation.time_seconds.total - generation.time_seconds.prefill
+                    tokens[name] += count
+                    rounds[name] += len(generation.rounds)
+                    emitted[name] += count
+                    nodes[name] += sum(item.proposed_nodes for item in generation.rounds)
+                    if count:
+                        waits[name].append(1e3 * generation.decode_elapsed_seconds / count)
+                    on_answer(name)
         for name in names:
-            p50, p95, p99 = (float(np.percentile(waits[name], percent)) for percent in (50, 95, 99))
-            found.append(
-                StrategyRates(
-                    name,
-                    batch_size,
-                    tuple(rates[name]),
-                    ratio(rates, name, BASELINE),
-                    emitted[name] / max(1, rounds[name]),
-                    nodes[name] / max(1, rounds[name]),
-                    (p50, p95, p99),
-                )
+            rates[name].append(tokens[name] / seconds[name])
+    found = []
+    for name in names:
+        p50, p95, p99 = (float(np.percentile(waits[name], percent)) for percent in (50, 95, 99))
+        found.append(
+            StrategyRates(
+                name,
+                batch_size,
+                tuple(rates[name]),
+                ratio(rates, name, BASELINE),
+                emitted[name] / max(1, rounds[name]),
+                nodes[name] / max(1, rounds[name]),
+                (p50, p95, p99),
             )
+        )
     return found
 
 

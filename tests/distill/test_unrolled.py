@@ -11,7 +11,7 @@ from specdec_lab.distill.unrolled import merged_attention, plain_attention
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 7, 70])
 def test_the_fused_form_is_the_plain_one(steps: int, tokens: int):
-    """A wrong share of the two sets of keys, or a gradient of one set alone, would train a head that decodes otherwise."""
+    """A wrong share of the two sets of keys, or a gradient of one alone, would train a head that decodes otherwise."""
     generator = torch.Generator().manual_seed(tokens + steps)
     shape = (2, 3, tokens, 8)
     sizes = (shape, shape, shape, (2, 3, tokens, steps, 8), (2, 3, tokens, steps, 8))

@@ -18,6 +18,7 @@ from specdec_lab.decode import Request
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.draft_model import DraftModelDrafter
 from specdec_lab.errors import InputError
+from specdec_lab.heads.shipped import shipped_folder
 from specdec_lab.sampling import SamplingParams
 from specdec_lab.target import Target
 from specdec_lab.targets.tiny import load_tiny
@@ -240,6 +241,15 @@ def test_a_folder_without_weights_is_one_sentence(tiny_target: GetTarget, tmp_pa
     with pytest.raises(InputError) as refused:
         DraftModelDrafter(tiny_target(), model=str(tmp_path))
     assert refused.value.field == "model"
+
+
+def test_the_folder_of_a_head_is_named_for_what_it_is():
+    """It said that the folder held no tokenizer, after the target had been loaded."""
+    head = str(shipped_folder("eagle", "smollm2_135m"))
+    settings = {"verify_ms": None, **dict.fromkeys(("k", "branches", "width"), 1)}
+    with pytest.raises(InputError, match="a head for the strategy eagle"):
+        DraftModelDrafter.check_parameters(model=head, **settings)
+    DraftModelDrafter.check_parameters(model=str(shipped_folder("draft_model", "smollm2_135m")), **settings)
 
 
 def test_memory_is_reported(tiny_target: GetTarget, itself: Callable[..., DraftModelDrafter]):

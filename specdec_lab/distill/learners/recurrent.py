@@ -167,7 +167,9 @@ class EagleLearner(RecurrentLearner):
         start_small(head, torch.Generator().manual_seed(seed))
         self.feature_layers = head.feature_layers
         mix = CROSS_ENTROPY if losses is None else losses
-        super().__init__(target, head, steps=steps, decay=decay, mix=mix, regression=regression, noise=noise, copying=copying)
+        super().__init__(
+            target, head, steps=steps, decay=decay, mix=mix, regression=regression, noise=noise, copying=copying
+        )
 
 
 class Eagle3Learner(RecurrentLearner):

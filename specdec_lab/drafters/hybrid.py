@@ -10,6 +10,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import Field
 
 from specdec_lab.cost import VerifyCost
+from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
 from specdec_lab.drafters.base import DraftContext, Drafter, Verification
 from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import InputError
@@ -91,6 +92,10 @@ class HybridDrafter(SizedDrafter):
         changes = settings or {}
         plans = [named_strategy(name, changes.get(name, {}), f"settings.{name}", "members") for name in members]
         for plan in plans:
+            if issubclass(plan.drafter_class, HybridDrafter):
+                raise InputError("members", plan.name, "a hybrid cannot hold another; name its members")
+            if plan.drafter_class is AutoregressiveDrafter:
+                raise InputError("members", plan.name, "the baseline drafts nothing; leave it out")
             if plan.drafter_class.draws:  # what was drawn must not be pruned by what was measured
                 raise InputError("members", plan.name, "this strategy can draw its drafts at random; give others")
         return plans

@@ -26,7 +26,7 @@ COSTLY = {1: 10.0, 11: 20.0}
 
 
 def hybrid(target: Target, *members: Any, **settings: Any) -> HybridDrafter:
-    drafter = HybridDrafter(target, members=["autoregressive"], **{"verify_ms": FREE, **settings})
+    drafter = HybridDrafter(target, members=["ngram"], **{"verify_ms": FREE, **settings})
     drafter.members = list(members)
     return drafter
 
@@ -132,6 +132,8 @@ def test_times_that_cannot_be_are_refused(verify_ms: dict[int, float]):
     [
         ([], None, "members"),
         (["hybrid"], None, "members"),
+        (["ngram", "hybrid_eagle"], None, "members"),
+        (["autoregressive"], None, "members"),
         (["ngrams"], None, "members"),
         (["ngram", "ngram"], None, "members"),
         (["draft_model"], None, "members"),

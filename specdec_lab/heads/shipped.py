@@ -81,9 +81,8 @@ def ship(run: Path, kind: str, target_name: str) -> Path:
     for name in SHIPPED_FILES:
         if (run / name).exists():
             shutil.copy2(run / name, unfinished / name)
-    if (unfinished / CONFIG).exists():
-        text = (unfinished / CONFIG).read_text("utf-8")
-        (unfinished / CONFIG).write_text(without_folders(text), "utf-8")
+    for path in (*unfinished.glob("*.yaml"), *unfinished.glob("*.json")):  # a head's own facts name what it began at
+        path.write_text(without_folders(path.read_text("utf-8")), "utf-8")
     shutil.rmtree(place, ignore_errors=True)
     unfinished.rename(place)
     return place

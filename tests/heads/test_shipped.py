@@ -62,9 +62,11 @@ def test_shipping_copies_what_belongs_to_a_head(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "package" / "some").mkdir(parents=True)
     (run / "head" / "model.safetensors").write_bytes(b"x")
     (run / "config.yaml").write_text("data:\n  responses:\n  - /home/somebody/data/r.jsonl\n")
+    (run / "head" / "config.json").write_text('{"start": "/home/somebody/runs/first/head"}')
     place = ship(run, "eagle", "some")
-    assert {path.name for path in place.iterdir()} == {"model.safetensors", "config.yaml"}
-    assert "somebody" not in (place / "config.yaml").read_text()
+    assert {path.name for path in place.iterdir()} == {"model.safetensors", "config.json", "config.yaml"}
+    assert (place / "config.yaml").read_text() == "data:\n  responses:\n  - data/r.jsonl\n"
+    assert (place / "config.json").read_text() == '{"start": "first/head"}'
     monkeypatch.setattr(shipped, "MOST_BYTES", 0)
     with pytest.raises(InputError, match="at most 0 are shipped"):
         ship(run, "eagle", "some")

@@ -55,7 +55,7 @@ def test_a_member_without_a_head_for_the_target_is_refused_before_loading():
     model = composed("target=smollm2_135m")["target"]["model"]
     assert "hybrid_eagle" in choose_strategies(None, node, model)
     assert "hybrid_eagle" not in choose_strategies(None, node, None)
-    given = {"hybrid_eagle": {**node["hybrid_eagle"], "settings": {"eagle": {"head": "folder"}}}}
+    given = {"hybrid_eagle": {**node["hybrid_eagle"], "settings": {"eagle3": {"head": "folder"}}}}
     assert "hybrid_eagle" in choose_strategies(None, {**node, **given}, None)
     with pytest.raises(InputError, match=r"drafter\.hybrid_eagle\.members=.*one of them drafts with a head") as refused:
         plan_run(composed("strategies=[hybrid_eagle]"))

@@ -41,10 +41,11 @@ def label_sources(ids: Tensor, supervised: Tensor) -> Tensor:
     return F.pad(sources[:, :-1, :-1], (1, 0, 1, 0))
 
 
-def previous_sources(ids: Tensor) -> Tensor:
-    """Return the token before at every position but the first, ``[rows, tokens, tokens]``, bool."""
-    rows, tokens = ids.shape
-    return torch.eye(tokens, dtype=torch.bool, device=ids.device).roll(-1, dims=1).tril(-1).expand(rows, -1, -1)
+def previous_sources(supervised: Tensor) -> Tensor:
+    """Return the token before at every position but the first that has a label, ``[rows, tokens, tokens]``, bool."""
+    tokens = supervised.shape[1]
+    before = torch.eye(tokens, dtype=torch.bool, device=supervised.device).roll(-1, dims=1).tril(-1)
+    return before & ahead(supervised, 1)[:, :, None]
 
 
 def copy_loss(query: Tensor, key: Tensor, sources: Tensor) -> Tensor:
@@ -83,15 +84,16 @@ def carried_states(value: Tensor, output: Tensor) -> Tensor:
     return F.linear(value[:, -1], last.to(value.dtype))
 
 
-def carried(labels: Tensor) -> Tensor:
+def carried(tokens: Tensor, supervised: Tensor) -> Tensor:
     """Return the positions whose value is compared with the token that it is to carry, ``[rows, tokens]``, bool.
 
-    Every fourth, as each costs a row of the output layer, and only those whose token can be drafted.
+    Every fourth, as each costs a row of the output layer, and only those whose token is a label and can be drafted.
 
     Args:
-        labels: draft ids, -1 where the draft vocabulary lacks the token, ``[rows, tokens]``.
+        tokens: draft id that each position is to carry, -1 where the draft vocabulary lacks it, ``[rows, tokens]``.
+        supervised: whether it is a label, ``[rows, tokens]``, bool.
     """
-    return (labels >= 0) & (torch.arange(labels.shape[1], device=labels.device) % CARRIED_EVERY == 0)
+    return supervised & (tokens >= 0) & (torch.arange(tokens.shape[1], device=tokens.device) % CARRIED_EVERY == 0)
 
 
 CARRIED_EVERY = 4
@@ -111,7 +113,7 @@ class CopyWatch:
     def __init__(self, ids: Tensor, supervised: Tensor, layers: int) -> None:
         self.loss = torch.zeros((), device=ids.device)
         self.value = torch.empty(0, device=ids.device)
-        self._sources = {0: previous_sources(ids), layers - 1: label_sources(ids, supervised)}
+        self._sources = {0: previous_sources(supervised), layers - 1: label_sources(ids, supervised)}
         self._last = layers - 1
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -65,7 +65,8 @@ class DraftLM(nn.Module):
         own = self.embedding
         embedded = self._embedding[0](ids).detach() if own is None else own(ids)
         embedded = embedded.to(next(self.layers.parameters()).dtype)
-        return self._decoder[0](inputs_embeds=embedded, use_cache=False, watch=watch).last_hidden_state
+        shown = {} if watch is None else {"watch": watch}
+        return self._decoder[0](inputs_embeds=embedded, use_cache=False, **shown).last_hidden_state
 
     @property
     def last_output(self) -> Tensor:

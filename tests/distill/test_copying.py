@@ -35,7 +35,8 @@ def test_sources_are_where_the_label_follows_the_same_token():
 
 
 def test_the_token_before_is_the_source_of_the_first_layer():
-    assert previous_sources(torch.zeros(1, 4)).nonzero().tolist() == [[0, 1, 0], [0, 2, 1], [0, 3, 2]]
+    supervised = torch.tensor([[True, True, True, False, True]])
+    assert previous_sources(supervised).nonzero().tolist() == [[0, 1, 0], [0, 3, 2]]
 
 
 def test_the_loss_is_the_attention_that_misses_the_sources():
@@ -104,6 +105,18 @@ def test_one_layer_cannot_copy(tiny_target: Callable[..., Target]):
     target = tiny_target()
     with pytest.raises(InputError, match="one layer cannot"):
         DraftModelLearner(target, torch.ones(target.vocab_size), layers=[0], copying=0.1)
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_padding_and_texts_without_labels_teach_nothing(kind: str, tiny_target: Callable[..., Target]):
+    """Padding was to be brought back as token 0, and a process's filler text was learnt."""
+    target = tiny_target()
+    learner = LEARNERS[kind](target, torch.ones(target.vocab_size))
+    features = OnlineFeatures(target, (0, 1, 2, -1))
+    short, long = Example("short", (5, 6, 7) * 3, (True,) * 9), Example("long", (5, 6, 7, 8) * 6, (False,) * 24)
+    apart, together = missed(learner, features.batch([short])), missed(learner, features.batch([short, long]))
+    assert together == pytest.approx(apart, rel=1e-4)
+    assert all(value > 0 for value in apart.values())
 
 
 def test_a_watch_of_padding_sees_nothing():

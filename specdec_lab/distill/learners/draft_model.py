@@ -85,21 +85,21 @@ class DraftModelLearner(Learner):
         shown = {"token": token.detach()}
         loss = token
         if watch is not None:
-            carried_loss = self._carried_loss(watch.value, batch.ids)
+            carried_loss = self._carried_loss(watch.value, batch)
             shown.update({"copying/where": watch.loss.detach(), "copying/what": carried_loss.detach()})
             loss = loss + self.copying * (watch.loss + carried_loss)
         counter = HitCounter(batch.supervised)
         counter.count(1, rows.marked, logits, rows.labels)
         return Outcome(loss, shown, counter.hits, counter.seen)
 
-    def _carried_loss(self, value: Tensor, ids: Tensor) -> Tensor:
+    def _carried_loss(self, value: Tensor, batch: Batch) -> Tensor:
         """Return how badly the copying heads of the last layer bring back the token of a position, in nats."""
         draft = self._draft()
-        labels = self.vocabulary.draft_ids(ids)
-        at = carried(labels)
+        tokens = self.vocabulary.draft_ids(batch.ids)
+        at = carried(tokens, batch.supervised)
         states = carried_states(value, draft.last_output)[at]
         logits = draft.logits(draft.norm(states), self._parts[0].output)
-        return F.cross_entropy(logits.float(), labels[at], reduction="sum")
+        return F.cross_entropy(logits.float(), tokens[at], reduction="sum")
 
     def coverage(self, batch: Batch) -> float:
         """Return the share of labels that the draft vocabulary holds."""

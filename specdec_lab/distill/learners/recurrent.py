@@ -81,19 +81,19 @@ class RecurrentLearner(Learner):
             total = total + self.decay**step * loss
             counter.count(step + 1, rows.marked, logits, rows.labels)
         if self.copying:
-            carried_loss = self._carried_loss(attend.value, batch.ids)
+            carried_loss = self._carried_loss(attend.value, batch)
             shown.update({"copying/where": attend.copy_loss.detach(), "copying/what": carried_loss.detach()})
             total = total + self.copying * (attend.copy_loss + carried_loss)
         return Outcome(total, shown, counter.hits, counter.seen)
 
-    def _carried_loss(self, value: Tensor, ids: Tensor) -> Tensor:
+    def _carried_loss(self, value: Tensor, batch: Batch) -> Tensor:
         """Return how badly the copying heads bring back the token that followed a position, in nats."""
         head, parts = self._recurrent(), self._parts[0]
-        labels = ahead(self.vocabulary.draft_ids(ids) + 1, 1) - 1
-        at = carried(labels)
+        following = ahead(self.vocabulary.draft_ids(batch.ids) + 1, 1) - 1
+        at = carried(following, ahead(batch.supervised, 1))
         states = carried_states(value, head.attention.o_proj.weight)[at]
         logits = head.logits(states, parts.output.to(states.dtype))
-        return F.cross_entropy(logits.float(), labels[at], reduction="sum")
+        return F.cross_entropy(logits.float(), following[at], reduction="sum")
 
     def coverage(self, batch: Batch) -> float:
         """Return the share of labels that the draft vocabulary holds."""

@@ -91,7 +91,8 @@ def watched_attention(
     """Attend as transformers' ``sdpa`` does, after ``watch`` has seen the layer's index, queries, keys and values."""
     if watch is not None:
         assert isinstance(module.layer_idx, int)
-        watch(module.layer_idx, query, key, value)
+        scale = 1.0 if scaling is None else scaling * query.shape[-1] ** 0.5  # a watch knows the usual scores alone
+        watch(module.layer_idx, query * scale, key, value)
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 

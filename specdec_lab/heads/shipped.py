@@ -55,7 +55,7 @@ MOST_BYTES = 20_000_000
 
 def without_folders(text: str) -> str:
     """Return a configuration with paths cut to folder and file: where they lay on a machine is nobody's concern."""
-    return re.sub(r"(?:~|\.{1,2})?/(?:[^/\s'\"]+/)+([^/\s'\"]+/[^/\s'\"]+)", r"\1", text)
+    return re.sub(r"(?<![^\s'\"\[,=])(?:~|\.{1,2})?/(?:[^/\s'\"]+/)+([^/\s'\"]+/[^/\s'\"]+)", r"\1", text)
 
 
 def ship(run: Path, kind: str, target_name: str) -> Path:

@@ -262,13 +262,15 @@ def _side_by_side(
     alternations: int = 1,
 ) -> tuple[Table, Any]:
     found: list[StrategyRates] = []
-    strategies = [drafters() for _ in batch_sizes]
-    total = len(bench.prompts) * sum(map(len, strategies)) * alternations
+    strategies = drafters()
+    total = len(bench.prompts) * len(strategies) * len(batch_sizes) * alternations
     with progress(bench.console, total=total, what="answers") as report:
-        for batch_size, some in zip(batch_sizes, strategies, strict=True):
+        for at, batch_size in enumerate(batch_sizes):
+            if at:
+                strategies = drafters()
             found += measure_strategies(
                 bench.target,
-                some,
+                strategies,
                 bench.prompts,
                 bench.settings.max_new_tokens,
                 batch_size=batch_size,

@@ -10,11 +10,20 @@ import pytest
 import torch
 
 from specdec_lab.distill.batch import Batch, Example, collate
-from specdec_lab.distill.copying import CopyWatch, copy_loss, copy_sources, label_sources, previous_sources
+from specdec_lab.distill.copying import (
+    CopyWatch,
+    carried,
+    carried_states,
+    copy_loss,
+    copy_sources,
+    label_sources,
+    previous_sources,
+)
 from specdec_lab.distill.features import OnlineFeatures
 from specdec_lab.distill.learner import Learner
 from specdec_lab.distill.learners.draft_model import DraftModelLearner
 from specdec_lab.distill.learners.recurrent import Eagle3Learner, EagleLearner
+from specdec_lab.distill.unrolled import UnrolledAttention
 from specdec_lab.errors import InputError
 from specdec_lab.target import Target
 
@@ -47,6 +56,40 @@ def test_the_loss_is_the_attention_that_misses_the_sources():
     loss = copy_loss(query, torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0)), sources)
     assert loss.item() == pytest.approx(math.log(2) + math.log(4 / 2))
     assert copy_loss(query, query, torch.zeros_like(sources)).item() == 0
+
+
+def test_the_last_group_is_taught_and_no_other():
+    """Four query heads in two groups: what the first group does costs nothing, what the last one does costs."""
+    generator = torch.Generator().manual_seed(0)
+    ids, supervised = torch.tensor([[5, 6, 7, 5, 6, 7, 5]]), torch.ones(1, 7, dtype=torch.bool)
+    query, key = torch.randn(1, 4, 7, 8, generator=generator), torch.randn(1, 2, 7, 8, generator=generator)
+    value = torch.randn(1, 2, 7, 8, generator=generator)
+
+    def losses(query: torch.Tensor, key: torch.Tensor) -> tuple[float, float]:
+        attend, watch = UnrolledAttention(copy_sources(ids, supervised)), CopyWatch(ids, supervised, layers=2)
+        attend(query, key, value)
+        watch(1, query, key, value)
+        return float(attend.copy_loss), float(watch.loss)
+
+    first, last = torch.zeros(1, 4, 1, 1), torch.zeros(1, 4, 1, 1)
+    first[:, :2], last[:, 2:] = 1, 1
+    plain = losses(query, key)
+    assert min(plain) > 0
+    assert losses(query + first, key + first[:, 1:3]) == pytest.approx(plain)
+    changed = losses(query + 3 * last * query, key)
+    assert changed[0] != pytest.approx(plain[0])
+    assert changed[1] != pytest.approx(plain[1])
+
+
+def test_what_is_carried_is_what_the_last_group_alone_would_add():
+    generator = torch.Generator().manual_seed(0)
+    value, output = torch.randn(2, 2, 5, 8, generator=generator), torch.randn(12, 4 * 8, generator=generator)
+    heads = torch.zeros(2, 5, 4, 8)
+    heads[:, :, 2:] = value[:, 1, :, None]  # both query heads of the last group bring back its value
+    torch.testing.assert_close(carried_states(value, output), heads.flatten(2) @ output.T)
+    tokens, supervised = torch.tensor([[3, 1, 1, 1, -1, 1, 1, 1, 2, 1, 1, 1, 4]]), torch.ones(1, 13, dtype=torch.bool)
+    supervised[0, 8] = False
+    assert carried(tokens, supervised)[0].nonzero().flatten().tolist() == [0, 12]
 
 
 def repeating(target: Target, seed: int) -> Batch:
@@ -139,3 +182,5 @@ def test_attention_is_as_before(tiny_target: Callable[..., Target]):
     watched = states.states(batch.ids, lambda layer, *parts: seen.append(layer))
     assert torch.equal(watched, states.states(batch.ids))
     assert seen == [0, 1]
+    states._decoder[0].set_attn_implementation("sdpa")
+    assert torch.equal(watched, states.states(batch.ids))

@@ -41,7 +41,7 @@ class DraftModelLearner(Learner):
         copying: weight of the attention's loss where a label can be copied, see ``specdec_lab.distill.copying``.
 
     Raises:
-        InputError: ``copying`` with one layer, or for a target whose attention shows no queries and keys.
+        InputError: ``copying`` with one layer, or for a target with eager attention or with windows.
     """
 
     kind = "draft_model"
@@ -72,7 +72,10 @@ class DraftModelLearner(Learner):
         if copying and len(chosen) < 2:
             raise InputError("copying", copying, "one layer cannot find what it is to copy; give layers two or more")
         if copying and not draft.watchable:
-            raise InputError("copying", copying, "it cannot be taught with target.attention=eager; use auto or sdpa")
+            raise InputError("copying", copying, "it cannot be taught with target.attention=eager; give head.copying=0")
+        kinds = getattr(target.model.config.get_text_config(), "layer_types", None) or ()
+        if copying and any(kind != "full_attention" for kind in kinds):
+            raise InputError("copying", copying, "layers with a window do not see all of a text; give head.copying=0")
         self.head: nn.Module = draft
 
     def forward(self, batch: Batch) -> Outcome:

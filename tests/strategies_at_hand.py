@@ -39,14 +39,14 @@ def maker(name: str, folder: Path, **changes: object) -> Make:
             config.model = str(disturbed_copy(target, folder, 1.0 if target.name == "toy" else 0.1))
         if config.get("head") == SHIPPED:
             given["head"] = HEADS[config.get("kind", "medusa")](target)
-        with_eagle = "eagle" in config.get("members", ())
-        if with_eagle:
-            config.members.remove("eagle")
+        kinds = [kind for kind in ("eagle", "eagle3") if kind in config.get("members", ())]
+        for kind in kinds:
+            config.members.remove(kind)
         drafter = instantiate(OmegaConf.merge(config, changes), target=target, **given)
         assert isinstance(drafter, Drafter)
-        if with_eagle:
+        for kind in kinds:
             assert isinstance(drafter, HybridDrafter)
-            drafter.members.append(EagleDrafter(target, head=eagle_head(target), min_probability=0))
+            drafter.members.append(EagleDrafter(target, head=HEADS[kind](target), min_probability=0))
             drafter.feature_layers = drafter.members[-1].feature_layers
         if not drafter.lossless:
             pytest.skip(f"{name} says that it is not lossless")

@@ -153,9 +153,7 @@ def _refuse_unshipped(name: str, node: Mapping[str, Any], target_model: str | No
     if field is not None:
         remedy = f"none comes with the package for the target {target_model}; train one, or give a folder or hub id"
         if field == "members":
-            remedy = (
-                f"one of them drafts with a head, and {remedy} in drafter.{name}.settings, as {{eagle:{{head:FOLDER}}}}"
-            )
+            remedy = f"one of them drafts with a head, and {remedy} in drafter.{name}.settings, as {{eagle3:{{head:FOLDER}}}}"
         raise InputError(f"drafter.{name}.{field}", node[field], remedy)
 
 

@@ -54,11 +54,12 @@ def copy_loss(query: Tensor, key: Tensor, sources: Tensor) -> Tensor:
     Positions without a source count nothing.
 
     Args:
-        query: of the heads that are to copy, ``[rows, heads, tokens, head_dim]``.
-        key: ``[rows, heads, tokens, head_dim]``.
+        query: of all heads, ``[rows, heads, tokens, head_dim]``; the last group of them is to copy.
+        key: ``[rows, kv_heads, tokens, head_dim]``.
         sources: see ``copy_sources``, ``[rows, tokens, tokens]``.
     """
-    tokens = query.shape[2]
+    tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
+    query, key = query[:, -groups:], key[:, -1:]
     scores = (query @ key.transpose(-1, -2)).float() * query.shape[3] ** -0.5  # [rows, heads, tokens, tokens]
     future = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
     scores = scores.masked_fill(future, -torch.inf)
@@ -121,6 +122,4 @@ class CopyWatch:
         if layer == self._last:
             self.value = value
         if layer in self._sources:
-            groups = query.shape[1] // key.shape[1]
-            last = key[:, -1:].expand(-1, groups, -1, -1)
-            self.loss = self.loss + copy_loss(query[:, -groups:], last, self._sources[layer])
+            self.loss = self.loss + copy_loss(query, key, self._sources[layer])

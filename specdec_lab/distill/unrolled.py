@@ -45,7 +45,7 @@ class UnrolledAttention:
         if len(self._keys) == 1:
             self.value = value
             if self._sources is not None:
-                self.copy_loss = copy_loss(query[:, -groups:], self._keys[0][:, -groups:], self._sources)
+                self.copy_loss = copy_loss(query, key, self._sources)
             return F.scaled_dot_product_attention(query, self._keys[0], self._values[0], is_causal=True)
         own_keys, own_values = torch.stack(self._keys[1:], dim=3), torch.stack(self._values[1:], dim=3)
         attend = merged_attention if query.device.type == "cpu" else plain_attention

@@ -153,7 +153,8 @@ def _refuse_unshipped(name: str, node: Mapping[str, Any], target_model: str | No
     if field is not None:
         remedy = f"none comes with the package for the target {target_model}; train one, or give a folder or hub id"
         if field == "members":
-            remedy = f"one of them drafts with a head, and {remedy} in drafter.{name}.settings, as {{eagle3:{{head:FOLDER}}}}"
+            where = f"drafter.{name}.settings, as {{eagle3:{{head:FOLDER}}}}"
+            remedy = f"one of them drafts with a head, and {remedy} in {where}"
         raise InputError(f"drafter.{name}.{field}", node[field], remedy)
 
 

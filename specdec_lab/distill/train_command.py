@@ -43,6 +43,7 @@ from specdec_lab.distill.loop import TrainPlan, TrainResult, own_randomness, tra
 from specdec_lab.distill.measured import measure_on
 from specdec_lab.distill.preflight import PreflightSettings, Rendering, run_preflight
 from specdec_lab.distill.rendering import template_opening
+from specdec_lab.distill.repeats import repeated_texts
 from specdec_lab.distill.schedule import derived_seed
 from specdec_lab.distill.selection import with_prompts_learnt
 from specdec_lab.distill.start import FIELD as START
@@ -178,10 +179,8 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
             share = job.data.validation_share
             say(err, f"no text is validated on (data.validation_share={share} chose none), so no accuracy is measured")
         learner, origin = make_learner(job, target, data.training)
-        source = make_source(settings, learner, [*data.training, *data.validation], err)
-        training = data.training
-        if job.data.learn_prompts:
-            training = with_prompts_learnt(training, template_opening(target.tokenizer))
+        training = texts_to_learn(job, target, data.training)
+        source = make_source(settings, learner, [*training, *data.validation], err)
         run_preflight(
             learner,
             training,
@@ -192,7 +191,7 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
             target=Rendering(tokenizer_fingerprint(target.tokenizer), template_sha256(target.tokenizer)),
         )
         identity: dict[str, Any] = {name: {**job.config[name]} for name in ("head", "target")}
-        identity["learn_prompts"] = job.data.learn_prompts
+        identity["learn_prompts"], identity["repeats"] = job.data.learn_prompts, job.data.repeats
         identity["target"].pop("device", None)
         stated = {"data": data.report.record(), "target": stated_target(job, target)}
         with tracked(job.tracking if main else None, learner.kind, job.config, folder) as tracker:
@@ -232,6 +231,19 @@ def make_learner(
         except InputError as error:
             field = error.field if error.field == START else f"head.{error.field}"
             raise InputError(field, error.value, error.remedy) from error
+
+
+def texts_to_learn(job: TrainJob, target: Target, examples: Sequence[Example]) -> list[Example]:
+    """Return the training texts as they are learnt: with their prompts if that is asked for, and with repeats.
+
+    Heads are measured, and their vocabularies chosen, by the answers alone.
+    """
+    assert target.tokenizer is not None
+    data, learnt = job.data, [*examples]
+    if data.learn_prompts:
+        learnt = with_prompts_learnt(examples, template_opening(target.tokenizer))
+    said = label_counts(examples, target.vocab_size).nonzero()[:, 0].tolist()
+    return learnt + repeated_texts(target.tokenizer, said, data.repeats, data.seed, data.max_tokens)
 
 
 def make_source(settings: TrainSettings, learner: Learner, examples: Sequence[Example], err: Console) -> FeatureSource:

@@ -43,6 +43,7 @@ class DataSettings(BaseModel):
     drop_leaks: bool = False
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    repeats: Annotated[int, Field(strict=True, ge=0)] = 0
 
 
 @dataclass(frozen=True)

@@ -195,6 +195,21 @@ def test_prompts_are_learnt_on_request(command, data: Path):
     assert "learn_prompts" in err
 
 
+def test_repeats_are_learnt_on_request(command, data: Path):
+    """They are labels besides the answers, the head says how many there were, and a training goes on with as many."""
+    heads = {}
+    for count in (0, 3):
+        code, _, err = command(f"data.repeats={count}", "epochs=1", "overwrite=true")
+        assert code == 0, err
+        heads[count] = json.loads((data / "run" / "head" / "config.json").read_text())["specdec_lab"]["facts"]
+    assert heads[3]["trained_on"]["labels"] > heads[0]["trained_on"]["labels"]
+    assert [facts["training"]["repeats"] for facts in heads.values()] == [0, 3]
+    assert heads[3]["data"] == heads[0]["data"]
+    code, _, err = command("data.repeats=0", "epochs=1", "resume=true")
+    assert code == 1
+    assert "repeats" in err
+
+
 def test_mistakes_are_one_sentence(command, data: Path):
     """Refused with exit code 1, before a run folder has anything in it."""
     for overrides, words in (

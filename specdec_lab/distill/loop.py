@@ -36,6 +36,7 @@ from specdec_lab.distill.history import (
     write_curve,
 )
 from specdec_lab.distill.learner import Learner
+from specdec_lab.distill.optimizers import make_optimizers
 from specdec_lab.distill.peak import matmul_peak
 from specdec_lab.distill.schedule import (
     derived_seed,
@@ -196,20 +197,18 @@ class _Training:
             **self.settings.fixed(self.processes),
             "examples_sha256": examples_sha256(self.rows),
         }
-        if self.accelerator.distributed_type == DistributedType.FSDP and not learner.shardable:
+        self.sharded = self.accelerator.distributed_type == DistributedType.FSDP
+        if self.sharded and not learner.shardable:
             raise InputError("head", type(learner).__name__, "its parameters cannot be sharded; launch with ddp.yaml")
-        trained_parameters(learner.head)
-        self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in learner.head.parameters() if parameter.requires_grad],
-            lr=self.settings.learning_rate,
-            betas=self.settings.betas,
-            weight_decay=self.settings.weight_decay,
-            fused=True,
-        )
-        self.model = self.accelerator.prepare(learner, self.optimizer)[0]
+        if self.sharded and self.settings.optimizer == "muon":
+            raise InputError(
+                "optimizer", "muon", "it needs whole matrices, not shards; launch with ddp.yaml, or use adamw"
+            )
+        vocabularies = {learner.target.vocab_size, len(learner.vocabulary)}
+        self.optimizers = make_optimizers(trained_parameters(learner.head), self.settings, vocabularies)
+        self.model = self.accelerator.prepare(learner, *self.optimizers)[0]
         self.parameters = trained_parameters(learner.head)  # sharding replaces them
         self.size = sum(parameter.numel() for parameter in self.parameters.values())
-        self.sharded = self.accelerator.distributed_type == DistributedType.FSDP
         self.order: tuple[int, tuple[int, ...]] | None = None
         self.history: History | None = None
         self.pending: Sums = {}
@@ -256,7 +255,7 @@ class _Training:
                 remedy = f"the training had other settings: {', '.join(changes)}; give the same or another folder"
                 raise InputError("resume", True, remedy)
             load_head_tensors(self.learner.head, found.head)
-            load_optimizer_tensors(self.optimizer, self.parameters, found.optimizer)
+            load_optimizer_tensors(self.optimizers, self.parameters, found.optimizer)
             self.attempt = int(found.state["attempt"]) + 1
             if self.main:
                 self.pending, self.counters = dict(found.state["pending"]), dict(found.state["counters"])
@@ -297,7 +296,8 @@ class _Training:
         group = self.group(step)
         labels = sum(self.rows[index].labels for index in group)
         slices = rank_slices(group, self.lengths, self.settings.batch_size, self.processes, self.rank)
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         sums: list[Sums] = []
         with own_randomness(self.accelerator.device, derived_seed(self.settings.seed, "step", step, self.rank)):
             for at, indices in enumerate(slices):
@@ -313,9 +313,10 @@ class _Training:
         if bad:
             raise NonFiniteLossError(self.describe(step, faults))
         rate = self.learning_rate(step)
-        for options in self.optimizer.param_groups:
-            options["lr"] = rate
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            for options in optimizer.param_groups:
+                options["lr"] = rate
+            optimizer.step()
         facts: Sums = {"steps": 1, "gradient_norm": norm, "seconds": time.perf_counter() - start} if self.main else {}
         self.pending = added(self.pending, *sums, facts)
         self.last_loss = sum(one["loss"] for one in sums) / max(1, sum(one["labels"] for one in sums))
@@ -489,7 +490,7 @@ class _Training:
     def save(self, step: int) -> None:
         """Write a checkpoint."""
         head = head_tensors(self.learner.head)
-        optimizer = optimizer_tensors(self.optimizer, self.parameters)
+        optimizer = optimizer_tensors(self.optimizers, self.parameters)
         self.pending = self.merged(self.pending)
         if self.main:
             state = {

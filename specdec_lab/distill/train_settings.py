@@ -44,6 +44,7 @@ class TrainSettings(BaseModel):
     max_steps: PositiveInt | None = None
     batch_size: PositiveInt = 8
     accumulation: PositiveInt = 1
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
     schedule: Shape = "cosine"
     warmup_steps: Annotated[int, Field(strict=True, ge=0)] = 50

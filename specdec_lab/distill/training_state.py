@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,20 +92,27 @@ def load_head_tensors(head: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             tensor.copy_(_shared_like(tensors[name], tensor))
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return copies of an optimizer's tensors on the CPU as ``PARAMETER/FIELD``; every process has to call it."""
+def optimizer_tensors(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """Return copies of the optimizers' tensors on the CPU as ``PARAMETER/FIELD``; every process has to call it."""
     return {
         f"{name}/{field}": _whole(value)
         for name, parameter in parameters.items()
+        for optimizer in optimizers
         for field, value in optimizer.state.get(parameter, {}).items()
     }
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Put a checkpoint's tensors into an optimizer."""
+    """Put a checkpoint's tensors into the optimizers, each into the one that holds its parameter."""
+    holders = {
+        id(one): optimizer for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]
+    }
     for name, parameter in parameters.items():
+        optimizer = holders[id(parameter)]
         own = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
         optimizer.state[parameter] = {  # all lie where the parameter does: a fused step counts there too
             field: value.to(parameter.device) if field == "step" else _shared_like(value, parameter.detach())

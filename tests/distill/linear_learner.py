@@ -17,6 +17,7 @@ from specdec_lab.distill.batch import Batch, Example
 from specdec_lab.distill.features import OnlineFeatures
 from specdec_lab.distill.learner import Learner, Outcome
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
+from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.target import Target
 from specdec_lab.targets.tiny import load_tiny
 
@@ -24,10 +25,11 @@ from specdec_lab.targets.tiny import load_tiny
 class LinearHeads(nn.Module):
     """One linear layer per depth, and a buffer."""
 
-    def __init__(self, hidden: int, vocab: int, depths: int, seed: int) -> None:
+    def __init__(self, hidden: int, vocab: int, depths: int, seed: int, mixed: bool) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             self.layers = nn.ModuleList(nn.Linear(hidden, vocab) for _ in range(depths))
+            self.mix = nn.Linear(hidden, hidden) if mixed else nn.Identity()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -41,15 +43,19 @@ class LinearLearner(Learner):
     Args:
         dropout: on the hidden states, so that the loss depends on random numbers.
         poison: key of an example whose second head's loss is NaN.
+        mixed: whether a matrix stands before the output layers.
     """
 
     kind = "linear"
     feature_layers = (-1,)
 
-    def __init__(self, target: Target, *, dropout: float = 0.0, poison: str | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, target: Target, *, dropout: float = 0.0, poison: str | None = None, seed: int = 0, mixed: bool = False
+    ) -> None:
         super().__init__(target)
         self.offsets = (2, 3)
-        self.head: nn.Module = LinearHeads(64, target.vocab_size, len(self.offsets), seed)
+        self.vocabulary = DraftVocabulary.whole(target.vocab_size)
+        self.head: nn.Module = LinearHeads(64, target.vocab_size, len(self.offsets), seed, mixed)
         self.dropout, self.poison = dropout, poison
         self.modes: list[bool] = []
         self.draws: list[float] = []
@@ -66,7 +72,8 @@ class LinearLearner(Learner):
             labels, marked = batch.labels_at(offset)
             if not marked.any():
                 continue
-            logits = layer(F.dropout(batch.features[-1][marked], self.dropout, self.training))
+            states = self.head.mix(batch.features[-1][marked])
+            logits = layer(F.dropout(states, self.dropout, self.training))
             loss = F.cross_entropy(logits.float(), labels[marked], reduction="sum")
             if depth == 2 and self.poison in batch.keys:
                 loss = loss * float("nan")

@@ -117,6 +117,22 @@ def test_a_killed_training_goes_on_as_if_nothing_had_happened(tmp_path: Path, wh
     assert {row["attempt"] for row in resumed.rows if row["optimizer_step"] > step} == {1}
 
 
+def test_a_killed_training_with_two_optimizers_goes_on_likewise(tmp_path: Path):
+    """Each optimizer gets the moments of its own weights back."""
+
+    def go(folder: str, **settings: Any) -> TrainResult:
+        return run(tmp_path / folder, learner=LinearLearner(tiny(), mixed=True), optimizer="muon", **settings)[0]
+
+    whole = go("whole")
+    with pytest.raises(KilledError):
+        go("killed", before=kill_at(17))
+    resumed = go("killed", resume=True)
+    assert timeless(resumed.rows) == timeless(whole.rows)
+    assert largest_difference(tmp_path / "whole", tmp_path / "killed") == 0
+    saved = load_file(tmp_path / "killed" / "checkpoints" / "step_00000012" / "optimizer.safetensors")
+    assert {name.rpartition("/")[2] for name in saved} >= {"momentum_buffer", "exp_avg"}
+
+
 def test_every_epoch_sees_every_example(whole: Any):
     """Guards TD-04 and TD-05: in another order each time, the incomplete last group included."""
     _, _, source = whole

@@ -64,7 +64,7 @@ def step(head: Head, optimizer: torch.optim.Optimizer) -> None:
 
 def write(folder: Path, number: int, keep: int = 9, seed: int = 0) -> Path:
     head, optimizer = trained(seed)
-    tensors = optimizer_tensors(optimizer, trained_parameters(head))
+    tensors = optimizer_tensors([optimizer], trained_parameters(head))
     return write_checkpoint(folder, head_tensors(head), tensors, {"step": number}, keep)
 
 
@@ -72,13 +72,13 @@ def test_what_comes_back_is_bit_equal(tmp_path: Path):
     """Guards CF-01 and TD-04: weights, buffers and the optimizer's moments; the next step is the same step."""
     head, optimizer = trained(0)
     parameters = trained_parameters(head)
-    write_checkpoint(tmp_path, head_tensors(head), optimizer_tensors(optimizer, parameters), {"step": 2}, keep=1)
+    write_checkpoint(tmp_path, head_tensors(head), optimizer_tensors([optimizer], parameters), {"step": 2}, keep=1)
     found = last_checkpoint(tmp_path)
     assert found is not None
     other, other_optimizer = trained(1, steps=0)
     other.frozen.load_state_dict(head.frozen.state_dict())
     load_head_tensors(other, found.head)
-    load_optimizer_tensors(other_optimizer, trained_parameters(other), found.optimizer)
+    load_optimizer_tensors([other_optimizer], trained_parameters(other), found.optimizer)
     assert all(torch.equal(*pair) for pair in zip(head.state_dict().values(), other.state_dict().values(), strict=True))
     step(head, optimizer)
     step(other, other_optimizer)
@@ -89,7 +89,7 @@ def test_only_what_is_trained_is_saved():
     """Guards CF-02: no frozen weights, no second copy of a shared one, and buffers."""
     head, optimizer = trained(0)
     assert set(head_tensors(head)) == {"one.weight", "one.bias", "two.weight", "ids"}
-    names = {name.rpartition("/")[0] for name in optimizer_tensors(optimizer, trained_parameters(head))}
+    names = {name.rpartition("/")[0] for name in optimizer_tensors([optimizer], trained_parameters(head))}
     assert names == {"one.weight", "one.bias", "two.weight"}
 
 

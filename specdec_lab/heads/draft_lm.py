@@ -46,13 +46,14 @@ class DraftLM(nn.Module):
         super().__init__()
         self.origin, self.vocabulary = tuple(origin), vocabulary
         lm = draft_from_layers(target, self.origin)
-        self.watchable = lm.config._attn_implementation != "eager"
-        lm.set_attn_implementation(WATCHED_ATTENTION if self.watchable else "eager")  # the rest has trees
+        fused = lm.config._attn_implementation != "eager"
+        lm.set_attn_implementation(WATCHED_ATTENTION if fused else "eager")  # the rest has trees
         decoder: Any = lm.base_model
         if not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
             raise UnsupportedModelError(f"the decoder of {target.name} has no layers and norm to make a draft from")
         self._decoder, self._embedding = (decoder,), (target.model.get_input_embeddings(),)
         self.layers, self.norm = decoder.layers.float(), decoder.norm.float()
+        self.watchable = fused and hasattr(getattr(self.layers[-1], "self_attn", None), "o_proj")
         self.embedding = copy.deepcopy(self._embedding[0]).float().requires_grad_() if own_embedding else None
         self.output = copy.deepcopy(reduced_output(target, vocabulary)).float().requires_grad_() if own_output else None
 

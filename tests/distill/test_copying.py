@@ -150,6 +150,18 @@ def test_one_layer_cannot_copy(tiny_target: Callable[..., Target]):
         DraftModelLearner(target, torch.ones(target.vocab_size), layers=[0], copying=0.1)
 
 
+def test_layers_that_hide_their_attention_are_refused(tiny_target: Callable[..., Target]):
+    """A decoder that keeps keyword arguments from its attention has nothing to be taught by; it failed in a matmul."""
+    target = tiny_target()
+    learner = LEARNERS["draft_model"](target, torch.ones(target.vocab_size))
+    assert isinstance(learner, DraftModelLearner)
+    shown = learner.head.states
+    learner.head.states = lambda ids, watch=None: shown(ids)
+    example = Example("one", tuple(range(5, 17)), (True,) * 12)
+    with pytest.raises(InputError, match=r"head.copying=1.0: .* give head.copying=0"):
+        learner(OnlineFeatures(target, learner.feature_layers).batch([example]))
+
+
 @pytest.mark.parametrize("kind", LEARNERS)
 def test_padding_and_texts_without_labels_teach_nothing(kind: str, tiny_target: Callable[..., Target]):
     """Padding was to be brought back as token 0, and a process's filler text was learnt."""

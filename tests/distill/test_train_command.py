@@ -210,6 +210,14 @@ def test_repeats_are_learnt_on_request(command, data: Path):
     assert "repeats" in err
 
 
+def test_a_recipe_for_a_deeper_target_names_the_layers(command):
+    """It was an IndexError of a tuple, after the target had been loaded."""
+    code, out, err = command("features=offline", "feature_layers=[2,15]")
+    assert code == 1
+    assert "error: feature_layers=[15]: " in err
+    assert "Traceback" not in out + err
+
+
 def test_mistakes_are_one_sentence(command, data: Path):
     """Refused with exit code 1, before a run folder has anything in it."""
     for overrides, words in (

@@ -72,7 +72,8 @@ class DraftModelLearner(Learner):
         if copying and len(chosen) < 2:
             raise InputError("copying", copying, "one layer cannot find what it is to copy; give layers two or more")
         if copying and not draft.watchable:
-            raise InputError("copying", copying, "it cannot be taught with target.attention=eager; give head.copying=0")
+            remedy = "the target's attention cannot be watched (eager, or without o_proj); give head.copying=0"
+            raise InputError("copying", copying, remedy)
         kinds = getattr(target.model.config.get_text_config(), "layer_types", None) or ()
         if copying and any(kind != "full_attention" for kind in kinds):
             raise InputError("copying", copying, "layers with a window do not see all of a text; give head.copying=0")
@@ -88,6 +89,9 @@ class DraftModelLearner(Learner):
         shown = {"token": token.detach()}
         loss = token
         if watch is not None:
+            if not watch.value.numel():
+                remedy = "the target's layers do not let their attention be watched; give head.copying=0"
+                raise InputError("head.copying", self.copying, remedy)
             carried_loss = self._carried_loss(watch.value, batch)
             shown.update({"copying/where": watch.loss.detach(), "copying/what": carried_loss.detach()})
             loss = loss + self.copying * (watch.loss + carried_loss)

@@ -1,0 +1,195 @@
+"""What data, epochs and parameters bring a head: finished trainings side by side, as a table and a plot."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import yaml
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from specdec_lab.bench.console import plain_table, result_console
+from specdec_lab.bench.files import CONFIG, START_ANEW, storage, write_atomically
+from specdec_lab.command import SUCCESS, concluded, parsed, say
+from specdec_lab.config import locate
+from specdec_lab.distill.history import read_history
+from specdec_lab.distill.train_files import EXPORT, METRICS
+from specdec_lab.errors import InputError, SpecdecError, one_line
+
+TABLE, PLOT = "learning_curves.csv", "learning_curves.png"
+FIELD = "RUN_DIR"
+CAPTION = "Lengths in tokens per round, bonus token included; first choice: share right on held-out answers."
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """A finished training, as far as its curve needs it.
+
+    Attributes:
+        run: its folder.
+        kind: of the head.
+        parameters: numbers in the exported head's weights.
+        response_tokens: tokens of the target's answers in its training texts, each counted once.
+        epochs: over those texts; with a part of the last one.
+        labels: tokens whose prediction was learnt, over all epochs, tokens of prompts included where they are learnt.
+        first_choice: share of held-out labels at which the head's first choice was right.
+        simulated_acceptance_length: of chains of first choices on held-out answers, bonus token included.
+        real_acceptance_length: in the engine, on a few of the package's prompts; ``None`` where it was not measured.
+    """
+
+    run: str
+    kind: str
+    parameters: int
+    response_tokens: int
+    epochs: float
+    labels: int
+    first_choice: float
+    simulated_acceptance_length: float
+    real_acceptance_length: float | None
+
+
+def learning_curves_main(words: Sequence[str] | None = None) -> int:
+    """Write table and plot of the trainings that the command line names, and return the exit code.
+
+    Args:
+        words: of the command line without the program's name; ``None`` takes this process's.
+    """
+    parser = argparse.ArgumentParser(
+        prog="learning_curves.py", description="Compare finished trainings of heads.", allow_abbrev=False
+    )
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar=FIELD, help="folder of a finished training")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", required=True, help=f"where {TABLE} and {PLOT} go")
+    options = parsed(parser, words)
+    if isinstance(options, int):
+        return options
+    return concluded(lambda: _write(options.run_dirs, options.out, result_console()), Console(stderr=True))
+
+
+def _write(runs: Sequence[Path], folder: Path, out: Console) -> int:
+    heads = sorted((read_training(run) for run in runs), key=lambda head: astuple(head)[1:6])
+    with storage(folder, START_ANEW, "--out"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / TABLE, as_csv(heads))
+        draw(heads, folder / PLOT)
+    table = plain_table(
+        "Trainings", "Lengths in tokens per round, bonus token included; first choice on held-out labels."
+    )
+    for one in fields(TrainedHead):
+        table.add_column(one.name.replace("_", " "), justify="left" if one.name in ("run", "kind") else "right")
+    for head in heads:
+        table.add_row(*(_cell(value) for value in astuple(head)))
+    out.print(table)
+    say(out, f"table: {folder / TABLE}; plot: {folder / PLOT}")
+    return SUCCESS
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_training(folder: Path) -> TrainedHead:
+    """Read what a finished training has left.
+
+    Raises:
+        InputError: the folder holds none, or its head was not evaluated.
+    """
+    try:
+        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        kind = locate(config["head"]["_target_"], "head").kind
+        stated = json.loads((folder / EXPORT / "config.json").read_text(encoding="utf-8"))
+        facts = stated.get("specdec_lab", stated)["facts"]
+        tokens, labels = facts["data"]["response_tokens"], facts["trained_on"]["labels"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, SpecdecError) as error:
+        remedy = (
+            f"this is no folder of a finished training ({one_line(error)}); give one that holds {CONFIG} and {EXPORT}/"
+        )
+        raise InputError(FIELD, str(folder), remedy) from None
+    rows = read_history(folder / METRICS)
+    last = next((row for row in reversed(rows) if row["kind"] == "evaluation"), None)
+    if last is None or last.get("simulated_acceptance_length") is None:
+        remedy = "its head was not evaluated on held-out answers; train it with data.validation_share above 0"
+        raise InputError(FIELD, str(folder), remedy)
+    return TrainedHead(
+        run=str(folder),
+        kind=kind,
+        parameters=sum(count_parameters(path) for path in (folder / EXPORT).glob("*.safetensors")),
+        response_tokens=int(tokens),
+        epochs=float(last["epoch"]),
+        labels=int(labels),
+        first_choice=float(last["accuracy/depth1/top1"]),
+        simulated_acceptance_length=float(last["simulated_acceptance_length"]),
+        real_acceptance_length=last.get("real_acceptance_length"),
+    )
+
+
+def count_parameters(path: Path) -> int:
+    """Return how many floating-point numbers a safetensors file holds; only its header is read."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+    return sum(prod(entry["shape"]) for entry in tensors if entry["dtype"] in FLOATS)
+
+
+FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def as_csv(heads: Sequence[TrainedHead]) -> str:
+    """Return the table, one row per training."""
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, [one.name for one in fields(TrainedHead)])
+    table.writeheader()
+    table.writerows(asdict(head) for head in heads)
+    return text.getvalue()
+
+
+AXES: tuple[tuple[str, Callable[[TrainedHead], float]], ...] = (
+    ("response tokens in the data", lambda head: head.response_tokens),
+    ("epochs", lambda head: head.epochs),
+    ("parameters of the head", lambda head: head.parameters),
+)
+"""What a curve may be drawn over."""
+
+
+def curves(heads: Sequence[TrainedHead], axis: int) -> dict[str, list[tuple[float, float]]]:
+    """Return the points ``(place on the axis, simulated length)`` of each curve over an axis, by its legend.
+
+    A curve joins trainings of one kind of head that are alike on the other axes. Epochs are told apart in whole numbers
+    there, since a last step may be cut short.
+    """
+    grouped: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for head in heads:
+        places = (f"{head.response_tokens:,} tokens", f"{round(head.epochs)} epochs", f"{head.parameters:,} parameters")
+        others = [place for at, place in enumerate(places) if at != axis]
+        grouped[f"{head.kind}: {', '.join(others)}"].append((AXES[axis][1](head), head.simulated_acceptance_length))
+    return {name: sorted(points) for name, points in sorted(grouped.items())}
+
+
+def draw(heads: Sequence[TrainedHead], path: Path) -> None:
+    """Draw simulated acceptance lengths over data, epochs and parameters."""
+    figure = Figure(figsize=(16, 4.5), layout="constrained")
+    for axis, axes in enumerate(figure.subplots(1, len(AXES), sharey=True)):
+        for name, points in curves(heads, axis).items():
+            axes.plot(*zip(*points, strict=True), marker="o", label=name)
+        axes.set(xlabel=AXES[axis][0], xscale="linear" if axis == 1 else "log")
+        axes.legend(fontsize="x-small")
+    figure.axes[0].set(ylabel="simulated acceptance length")
+    figure.savefig(path, dpi=120)

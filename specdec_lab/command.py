@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from specdec_lab.config import suggest
 from specdec_lab.errors import InputError, SpecdecError, one_line
 
 MULTIRUN_FLAGS = ("-m", "--multirun")
@@ -165,7 +166,11 @@ def library_message(error: Exception) -> str:
     """Return all of a message of Hydra's or OmegaConf's in one line, without the parts that help nobody."""
     unknown = re.search(r"Could not override '([^']+)'", str(error))
     if unknown is not None:  # Hydra advises to add the field with a +, which every check here refuses
-        return f"{unknown.group(1)}: there is no field of that name; the files in conf/ have them all"
+        cause = error.__cause__
+        where, name = getattr(cause, "full_key", None) or unknown.group(1), str(getattr(cause, "key", unknown.group(1)))
+        held = [str(key) for key in getattr(cause, "parent_node", None) or ()]
+        known = [key for key in held if not key.startswith("_") and key != "hydra"]
+        return f"{where}: there is no field of that name{suggest(name, known) if known else ''}"
     text = f"{error} {error.__cause__ or ''}".split("Config search path")[0]
     lines = [line.strip() for line in text.splitlines()]
     return " ".join(line for line in lines if line and not line.startswith(("object_type=", "full_key:")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,11 +11,13 @@ from typing import Annotated, Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from pydantic import Field
 
 from specdec_lab import conf
 from specdec_lab.bench.settings import BASELINE, BenchmarkSettings, choose_strategies, plan_run
+from specdec_lab.command import library_message
 from specdec_lab.config import available_strategies, check_arguments, locate, register_drafters
 from specdec_lab.drafters.base import Drafter
 from specdec_lab.errors import InputError
@@ -161,6 +164,23 @@ def test_wrong_input_is_named_with_value_and_remedy(overrides: list[str], senten
     with pytest.raises(InputError, match=sentence) as refused:
         plan_run(composed(*overrides))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("drafter.eagle.dept=3", r"^drafter.eagle.dept: there is no field .*did you mean depth\?"),
+        ("strategis=[ngram]", r"^strategis: there is no field .*did you mean strategies\?"),
+        ("drafters.eagle.depth=3", r"^drafters: there is no field .*did you mean drafter\?"),
+        ("drafter.ngrm.k=3", r"^drafter.ngrm: there is no field .*did you mean ngram\?"),
+    ],
+)
+def test_a_misspelt_field_is_told_what_was_meant(override: str, sentence: str):
+    """Hydra refuses it before any check here runs, and advises to add it as a new field."""
+    with pytest.raises(HydraException) as refused:
+        composed(override)
+    assert re.search(sentence, library_message(refused.value))
+    assert "_target_" not in library_message(refused.value)
 
 
 def test_numbers_and_texts_keep_their_type():

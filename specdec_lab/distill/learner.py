@@ -68,6 +68,10 @@ class Learner(nn.Module, ABC):
         """The teacher."""
         return self._target[0]
 
+    def tables(self) -> list[nn.Module]:
+        """Return the embeddings and output layers of the head's own, whose weights have a row per token."""
+        return []
+
     @abstractmethod
     def forward(self, batch: Batch) -> Outcome:
         """Return the sums of the losses over a batch's labels."""

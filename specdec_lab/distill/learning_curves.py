@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import io
 import json
-import struct
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from math import prod
 from pathlib import Path
@@ -41,10 +41,12 @@ class TrainedHead:
         parameters: numbers in the exported head's weights.
         response_tokens: tokens of the target's answers in its training texts, each counted once.
         epochs: over those texts; with a part of the last one.
-        labels: tokens whose prediction was learnt, over all epochs, tokens of prompts included where they are learnt.
+        labels: tokens whose prediction was learnt, over all epochs, also those of prompts and repeats.
         first_choice: share of held-out labels at which the head's first choice was right.
         simulated_acceptance_length: of chains of first choices on held-out answers, bonus token included.
         real_acceptance_length: in the engine, on a few of the package's prompts; ``None`` where it was not measured.
+        settings: hash of everything else that was set, in eight digits: trainings of one hash differ in data and epochs
+            alone, or in the seed.
     """
 
     run: str
@@ -56,6 +58,7 @@ class TrainedHead:
     first_choice: float
     simulated_acceptance_length: float
     real_acceptance_length: float | None
+    settings: str
 
 
 def learning_curves_main(words: Sequence[str] | None = None) -> int:
@@ -81,9 +84,7 @@ def _write(runs: Sequence[Path], folder: Path, out: Console) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / TABLE, as_csv(heads))
         draw(heads, folder / PLOT)
-    table = plain_table(
-        "Trainings", "Lengths in tokens per round, bonus token included; first choice on held-out labels."
-    )
+    table = plain_table("Trainings", CAPTION)
     for one in fields(TrainedHead):
         table.add_column(one.name.replace("_", " "), justify="left" if one.name in ("run", "kind") else "right")
     for head in heads:
@@ -114,7 +115,9 @@ def read_training(folder: Path) -> TrainedHead:
         stated = json.loads((folder / EXPORT / "config.json").read_text(encoding="utf-8"))
         facts = stated.get("specdec_lab", stated)["facts"]
         tokens, labels = facts["data"]["response_tokens"], facts["trained_on"]["labels"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, SpecdecError) as error:
+        settings = settings_hash(facts["training"])
+        parameters = sum(count_parameters(path) for path in (folder / EXPORT).rglob("*.safetensors"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError, SpecdecError) as error:
         remedy = (
             f"this is no folder of a finished training ({one_line(error)}); give one that holds {CONFIG} and {EXPORT}/"
         )
@@ -127,20 +130,30 @@ def read_training(folder: Path) -> TrainedHead:
     return TrainedHead(
         run=str(folder),
         kind=kind,
-        parameters=sum(count_parameters(path) for path in (folder / EXPORT).glob("*.safetensors")),
+        parameters=parameters,
         response_tokens=int(tokens),
         epochs=float(last["epoch"]),
         labels=int(labels),
         first_choice=float(last["accuracy/depth1/top1"]),
         simulated_acceptance_length=float(last["simulated_acceptance_length"]),
         real_acceptance_length=last.get("real_acceptance_length"),
+        settings=settings,
     )
+
+
+def settings_hash(training: Mapping[str, Any]) -> str:
+    """Return a hash of what a training was told, without its data, its length, the head's sizes and the seed."""
+    sizes = {"intermediate_size", "heads", "blocks", "layers", "rank", "seed"}
+    others = {"examples_sha256", "epochs", "max_steps", "warmup_steps", "seed"}
+    kept = {name: value for name, value in training.items() if name not in others}
+    kept["head"] = {name: value for name, value in training["head"].items() if name not in sizes}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def count_parameters(path: Path) -> int:
     """Return how many floating-point numbers a safetensors file holds; only its header is read."""
     with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
+        size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     tensors = [entry for name, entry in header.items() if name != "__metadata__"]
     return sum(prod(entry["shape"]) for entry in tensors if entry["dtype"] in FLOATS)
@@ -172,13 +185,15 @@ AXES: tuple[tuple[str, Callable[[TrainedHead], float]], ...] = (
 def curves(heads: Sequence[TrainedHead], axis: int) -> dict[str, list[tuple[float, float]]]:
     """Return the points ``(place on the axis, simulated length)`` of each curve over an axis, by its legend.
 
-    A curve joins trainings of one kind of head that are alike on the other axes. Epochs are told apart in whole numbers
-    there, since a last step may be cut short.
+    A curve joins trainings of one kind of head with the same settings that are alike on the other axes. Which settings
+    those are is told where a plot has several.
     """
+    several = len({head.settings for head in heads}) > 1
     grouped: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for head in heads:
-        places = (f"{head.response_tokens:,} tokens", f"{round(head.epochs)} epochs", f"{head.parameters:,} parameters")
+        places = (f"{head.response_tokens:,} tokens", f"{head.epochs:.3g} epochs", f"{head.parameters:,} parameters")
         others = [place for at, place in enumerate(places) if at != axis]
+        others += [f"settings {head.settings}"] if several else []
         grouped[f"{head.kind}: {', '.join(others)}"].append((AXES[axis][1](head), head.simulated_acceptance_length))
     return {name: sorted(points) for name, points in sorted(grouped.items())}
 

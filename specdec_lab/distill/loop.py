@@ -78,6 +78,9 @@ class Tracker(Protocol):
         """Note the numbers of one row; ``optimizer_step`` is among them."""
 
 
+ADDED_LATER: Mapping[str, Any] = {"optimizer": "adamw", "repeats": 0}
+"""Settings that older checkpoints do not state, with what they were then."""
+
 Measure = Callable[[Learner], Mapping[str, float]]
 """Runs the head as it is in the engine; returns numbers, ``real_acceptance_length`` among them."""
 
@@ -204,8 +207,7 @@ class _Training:
             raise InputError(
                 "optimizer", "muon", "it needs whole matrices, not shards; launch with ddp.yaml, or use adamw"
             )
-        vocabularies = {learner.target.vocab_size, len(learner.vocabulary)}
-        self.optimizers = make_optimizers(trained_parameters(learner.head), self.settings, vocabularies)
+        self.optimizers = make_optimizers(trained_parameters(learner.head), self.settings, learner.tables())
         self.model = self.accelerator.prepare(learner, *self.optimizers)[0]
         self.parameters = trained_parameters(learner.head)  # sharding replaces them
         self.size = sum(parameter.numel() for parameter in self.parameters.values())
@@ -250,7 +252,8 @@ class _Training:
         found = last_checkpoint(checkpoints) if self.settings.resume else None
         step = 0 if found is None else int(found.state["step"])
         if found is not None:
-            changes = changed_settings(found.state["identity"], json.loads(json.dumps(self.identity)))
+            stated = {**ADDED_LATER, **found.state["identity"]}
+            changes = changed_settings(stated, json.loads(json.dumps({**ADDED_LATER, **self.identity})))
             if changes:
                 remedy = f"the training had other settings: {', '.join(changes)}; give the same or another folder"
                 raise InputError("resume", True, remedy)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from specdec_lab.distill.train_settings import TrainSettings
+from specdec_lab.errors import InputError
 
 
 def make_optimizers(
-    parameters: Mapping[str, nn.Parameter], settings: TrainSettings, vocabularies: Collection[int]
+    parameters: Mapping[str, nn.Parameter], settings: TrainSettings, tables: Iterable[nn.Module]
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers, each with weights of its own; all of them follow one learning rate.
 
@@ -20,11 +21,16 @@ def make_optimizers(
 
     Args:
         parameters: trained ones, by name.
-        vocabularies: sizes of the target's vocabulary and of the head's; weights with such an axis are embeddings and
-            output layers, which Muon is not meant for.
+        tables: embeddings and output layers among them, whose rows are tokens; Muon is not meant for them.
+
+    Raises:
+        InputError: ``optimizer=muon`` and there is no other matrix.
     """
+    kept = {id(weight) for table in tables for weight in table.parameters()}
     everything = [*parameters.values()]
-    matrices = [one for one in everything if settings.optimizer == "muon" and is_matrix(one, vocabularies)]
+    matrices = [one for one in everything if settings.optimizer == "muon" and is_matrix(one) and id(one) not in kept]
+    if settings.optimizer == "muon" and not matrices:
+        raise InputError("optimizer", "muon", "this head has no matrix between hidden states; use adamw")
     chosen = {id(one) for one in matrices}
     rest = [one for one in everything if id(one) not in chosen]
     found: list[torch.optim.Optimizer] = []
@@ -44,6 +50,6 @@ def make_optimizers(
     return found
 
 
-def is_matrix(weight: Tensor, vocabularies: Collection[int]) -> bool:
-    """Return whether a weight maps hidden states to hidden states."""
-    return weight.ndim == 2 and min(weight.shape) > 1 and not any(size in vocabularies for size in weight.shape)
+def is_matrix(weight: Tensor) -> bool:
+    """Return whether a weight has a step that can be made orthogonal."""
+    return weight.ndim == 2 and min(weight.shape) > 1

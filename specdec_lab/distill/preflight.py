@@ -100,7 +100,7 @@ class Memory:
     Attributes:
         weights: of the head; they are there already.
         gradients: of the trained weights.
-        optimizer: AdamW's two numbers per trained weight.
+        optimizer: AdamW's two numbers per trained weight; Muon keeps one for its own.
         activations: what the head's forward keeps for the backward, for the largest batch.
         features: of the largest batch.
         free: what the device has left before training.

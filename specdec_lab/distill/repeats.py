@@ -33,45 +33,57 @@ def repeated_texts(
     """Return conversations in which a user says passages of random tokens, and the assistant the same in another order.
 
     The assistant's words alone are labels. The texts depend on the arguments alone, and fewer of them are the first
-    ones of more.
+    ones of more. Passages are spelt and read again, so that some tokens merge into others.
 
     Args:
-        ids: that may occur, each as often as any other; those that do not stand for themselves in a text are left out.
+        ids: that are drawn, each as often as any other; special and added tokens, and bytes of a character, are not.
         count: of the texts.
         max_tokens: longer texts lose their end.
 
     Raises:
-        InputError: no id stands for itself, or the tokenizer's chat template does not suit conversations.
+        InputError: the tokenizer's chat template does not suit them, nothing can be drawn, or no text has a label.
     """
     if not count:
         return []
-    check_template(tokenizer)
-    pieces = spelt_alone(tokenizer, ids)
-    if not pieces:
-        raise InputError(FIELD, count, "no label of the training texts can be spelt by itself; give data.repeats=0")
-    found = (_conversation(pieces, number, seed) for number in range(count))
-    examples = (example_from_conversation(one, tokenizer, max_tokens) for one in found)
-    return [replace(example, key=f"repeat:{example.key}") for example in examples if example is not None]
+    known = spelt(tokenizer, ids)
+    if not known:
+        raise InputError(FIELD, count, f"none of the {len(ids)} tokens can be spelt; {REMEDY}")
+    try:
+        check_template(tokenizer)
+        found = [_example(tokenizer, known, number, seed, max_tokens) for number in range(count)]
+    except InputError as error:
+        raise InputError(FIELD, count, f"{error.remedy}; {REMEDY}") from error
+    examples = [example for example in found if example is not None and example.labels]
+    if not examples:
+        remedy = f"no text keeps a label within data.max_tokens={max_tokens}, or the chat template glues them; {REMEDY}"
+        raise InputError(FIELD, count, remedy)
+    return examples
 
 
-def spelt_alone(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Return the spellings of the ids that a text of them alone gives back; special tokens are left out."""
-    special = {*tokenizer.all_special_ids}
-    special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    kept = [index for index in ids if index not in special]
-    spelt: list[str] = tokenizer.batch_decode([[index] for index in kept], clean_up_tokenization_spaces=False)
-    again = tokenizer(spelt, add_special_tokens=False)["input_ids"] if spelt else []
-    return [text for index, text, read in zip(kept, spelt, again, strict=True) if list(read) == [index]]
+REMEDY = f"give {FIELD}=0"
 
 
-def _conversation(pieces: Sequence[str], number: int, seed: int) -> Conversation:
+def spelt(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    """Return those ids that stand for characters of their own: no added token, no blank, no byte of a character."""
+    added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    kept = [index for index in ids if index not in added]
+    texts = tokenizer.batch_decode([[index] for index in kept], clean_up_tokenization_spaces=False)
+    return [index for index, text in zip(kept, texts, strict=True) if text.strip() and "\ufffd" not in text]
+
+
+def _example(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], number: int, seed: int, max_tokens: int
+) -> Example | None:
     random = np.random.default_rng((seed, number))
-    passages = [_passage(pieces, random) for _ in range(random.integers(*PASSAGES, endpoint=True))]
+    passages = [_passage(tokenizer, ids, random) for _ in range(random.integers(*PASSAGES, endpoint=True))]
     again = [passages[at] for at in random.permutation(len(passages))]
     said = ({"role": "user", "content": "\n".join(passages)}, {"role": "assistant", "content": "\n".join(again)})
-    return Conversation(number, f"{FIELD}, text {number}", said)
+    example = example_from_conversation(Conversation(number, f"{FIELD}, text {number}", said), tokenizer, max_tokens)
+    return None if example is None else replace(example, key=f"repeat:{number}")
 
 
-def _passage(pieces: Sequence[str], random: np.random.Generator) -> str:
-    chosen = random.integers(0, len(pieces), size=random.integers(*TOKENS, endpoint=True))
-    return "".join(pieces[at] for at in chosen).strip() or pieces[chosen[0]]
+def _passage(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], random: np.random.Generator) -> str:
+    chosen = random.integers(0, len(ids), size=random.integers(*TOKENS, endpoint=True))
+    text = tokenizer.decode([ids[at] for at in chosen], clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text.strip()

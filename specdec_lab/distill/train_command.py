@@ -53,6 +53,7 @@ from specdec_lab.distill.train_settings import TrainSettings
 from specdec_lab.distill.train_tracking import tracked
 from specdec_lab.distill.training_data import DataSettings, RawData, build_examples, read_data
 from specdec_lab.errors import InputError
+from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.provenance import provenance
 from specdec_lab.strategies import plan_target, without_target
 from specdec_lab.target import Target
@@ -179,7 +180,7 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
             share = job.data.validation_share
             say(err, f"no text is validated on (data.validation_share={share} chose none), so no accuracy is measured")
         learner, origin = make_learner(job, target, data.training)
-        training = texts_to_learn(job, target, data.training)
+        training = texts_to_learn(job, target, data.training, learner.vocabulary)
         source = make_source(settings, learner, [*training, *data.validation], err)
         run_preflight(
             learner,
@@ -233,16 +234,20 @@ def make_learner(
             raise InputError(field, error.value, error.remedy) from error
 
 
-def texts_to_learn(job: TrainJob, target: Target, examples: Sequence[Example]) -> list[Example]:
+def texts_to_learn(
+    job: TrainJob, target: Target, examples: Sequence[Example], vocabulary: DraftVocabulary
+) -> list[Example]:
     """Return the training texts as they are learnt: with their prompts if that is asked for, and with repeats.
 
-    Heads are measured, and their vocabularies chosen, by the answers alone.
+    Heads are measured, and their vocabularies chosen, by the answers alone; what is repeated are labels of answers that
+    the head can draft.
     """
     assert target.tokenizer is not None
     data, learnt = job.data, [*examples]
     if data.learn_prompts:
         learnt = with_prompts_learnt(examples, template_opening(target.tokenizer))
-    said = label_counts(examples, target.vocab_size).nonzero()[:, 0].tolist()
+    counts = label_counts(examples, target.vocab_size)
+    said = [token for token in vocabulary.token_ids.tolist() if counts[token]]
     return learnt + repeated_texts(target.tokenizer, said, data.repeats, data.seed, data.max_tokens)
 
 

@@ -17,7 +17,6 @@ from specdec_lab.distill.batch import Batch, Example
 from specdec_lab.distill.features import OnlineFeatures
 from specdec_lab.distill.learner import Learner, Outcome
 from specdec_lab.drafters.autoregressive import AutoregressiveDrafter
-from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.target import Target
 from specdec_lab.targets.tiny import load_tiny
 
@@ -54,7 +53,6 @@ class LinearLearner(Learner):
     ) -> None:
         super().__init__(target)
         self.offsets = (2, 3)
-        self.vocabulary = DraftVocabulary.whole(target.vocab_size)
         self.head: nn.Module = LinearHeads(64, target.vocab_size, len(self.offsets), seed, mixed)
         self.dropout, self.poison = dropout, poison
         self.modes: list[bool] = []
@@ -82,6 +80,10 @@ class LinearLearner(Learner):
             seen[f"depth{depth}"] = marked.sum()
             total = total + loss
         return Outcome(total, parts, hits, seen)
+
+    def tables(self) -> list[nn.Module]:
+        assert isinstance(self.head, LinearHeads)
+        return [*self.head.layers]
 
     def coverage(self, batch: Batch) -> float:
         return 1.0

@@ -23,6 +23,7 @@ from specdec_lab.distill.learning_curves import (
     curves,
     learning_curves_main,
     read_training,
+    settings_hash,
 )
 from specdec_lab.errors import InputError
 
@@ -43,11 +44,11 @@ def trained_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     words += ["data.validation_share=0.2", "measure_prompts=0"]
     for name, limit in (("more", 130), ("less", 40)):
         overrides = [f"data.limit_tokens={limit}", f"hydra.run.dir={name}"]
-        subprocess.run([*words, *overrides], cwd=folder, env=ENVIRONMENT, check=True, capture_output=True, timeout=120)
+        subprocess.run([*words, *overrides], cwd=folder, env=ENVIRONMENT, check=True, capture_output=True, timeout=300)
     return [folder / "more", folder / "less"]
 
 
-ONE = TrainedHead("a", "eagle", 5000, 65_000, 1.0, 65_000, 0.3, 1.4, None)
+ONE = TrainedHead("a", "eagle", 5000, 65_000, 1.0, 65_000, 0.3, 1.4, None, "0a1b2c3d")
 
 
 def test_a_curve_joins_what_differs_on_its_axis_alone():
@@ -58,13 +59,23 @@ def test_a_curve_joins_what_differs_on_its_axis_alone():
         replace(ONE, run="c", epochs=4.0, simulated_acceptance_length=1.5),
         replace(ONE, run="d", parameters=9000, simulated_acceptance_length=1.45),
         replace(ONE, run="e", kind="eagle3", response_tokens=250_000, epochs=4.0, simulated_acceptance_length=1.9),
+        replace(ONE, run="f", settings="ffffffff", response_tokens=1_000_000, simulated_acceptance_length=1.7),
     ]
     data, epochs, parameters = (curves(heads, axis) for axis in range(3))
     assert [(65_000, 1.4), (250_000, 1.6)] in data.values()
     assert [(1.0, 1.4), (4.0, 1.5)] in epochs.values()
     assert [(5000, 1.4), (9000, 1.45)] in parameters.values()
-    assert all(len(found) == 4 for found in (data, epochs, parameters))
-    assert all(sum(len(points) for points in found.values()) == 5 for found in (data, epochs, parameters))
+    assert all(len(found) == 5 for found in (data, epochs, parameters))
+    assert all(sum(len(points) for points in found.values()) == 6 for found in (data, epochs, parameters))
+
+
+def test_settings_are_all_that_is_no_axis():
+    """Trainings with two learning rates were joined into one curve."""
+    told = {"learning_rate": 0.1, "seed": 0, "epochs": 1, "examples_sha256": "a", "head": {"copying": 1.0, "heads": 2}}
+    assert settings_hash(told) == settings_hash({**told, "epochs": 4, "examples_sha256": "b", "seed": 1})
+    assert settings_hash(told) == settings_hash({**told, "head": {"copying": 1.0, "heads": 4}})
+    assert settings_hash(told) != settings_hash({**told, "learning_rate": 0.2})
+    assert settings_hash(told) != settings_hash({**told, "head": {"copying": 0.0, "heads": 2}})
 
 
 def test_parameters_are_those_of_the_weights(tmp_path: Path):

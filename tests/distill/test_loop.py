@@ -133,6 +133,16 @@ def test_a_killed_training_with_two_optimizers_goes_on_likewise(tmp_path: Path):
     assert {name.rpartition("/")[2] for name in saved} >= {"momentum_buffer", "exp_avg"}
 
 
+def test_a_checkpoint_without_a_setting_of_today_goes_on_with_its_default(tmp_path: Path):
+    """A training that was begun before there were repeats had none, and could not be told to go on."""
+    with pytest.raises(KilledError):
+        run(tmp_path, before=kill_at(9))
+    with pytest.raises(InputError, match=r"repeats=2 \(was 0\)"):
+        run(tmp_path, resume=True, identity={"repeats": 2})
+    result, _, _ = run(tmp_path, resume=True, identity={"repeats": 0})
+    assert not result.interrupted
+
+
 def test_every_epoch_sees_every_example(whole: Any):
     """Guards TD-04 and TD-05: in another order each time, the incomplete last group included."""
     _, _, source = whole

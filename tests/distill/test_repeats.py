@@ -3,30 +3,53 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
+from sample_tokenizers import byte_level
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from specdec_lab.distill.batch import collate
 from specdec_lab.distill.copying import copy_sources
-from specdec_lab.distill.repeats import PASSAGES, repeated_texts, spelt_alone
+from specdec_lab.distill.repeats import PASSAGES, repeated_texts, spelt
 from specdec_lab.errors import InputError
-from specdec_lab.targets.tiny import SPECIALS, build_tokenizer
+from specdec_lab.targets.tiny import CHAT_TEMPLATE, SPECIALS, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 IDS = range(len(TOKENIZER))
 
 
 def test_the_assistant_says_the_users_passages_again():
-    """Each in the same tokens, in some order; nothing but them and the end of the turn is a label."""
+    """Each of them once, in some order; nothing but them and the end of the turn is a label."""
     for example in repeated_texts(TOKENIZER, IDS, 20, seed=3, max_tokens=4096):
         said = [token for token, mark in zip(example.ids, example.supervised, strict=True) if mark]
         first = example.supervised.index(True)
         assert all(example.supervised[first:])
-        user, assistant = TOKENIZER.decode(example.ids[:first]), TOKENIZER.decode(said[:-1])
         assert said[-1] == SPECIALS.index("</s>")
-        passages = assistant.split("\n")
-        assert all(passage and passage in user for passage in passages)
-        assert Counter("".join(passages)) <= Counter(user)
+        asked, again = TOKENIZER.decode(example.ids).partition("<user>")[2].split("<assistant>")
+        assert sorted(asked.split("\n")) == sorted(again.removesuffix("</s>").split("\n"))
+
+
+def words() -> PreTrainedTokenizerFast:
+    """Return a tokenizer like Llama 2's, in which three words are tokens with a leading space."""
+    letters = {*"▁Helloworldnewspaper<>/usiastn", *CHAT_TEMPLATE}
+    pieces = [("<unk>", 0.0), ("▁Hello", -1.0), ("▁world", -1.0), ("▁news", -1.0), ("\n", -1.0)]
+    pieces += [(letter, -9.0) for letter in sorted(letters)]
+    model = Tokenizer(models.Unigram(pieces, unk_id=0))
+    model.pre_tokenizer, model.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def test_words_of_a_tokenizer_that_drops_leading_spaces_stay_words():
+    """Spelt one by one, its word beginnings lost their spaces, and other tokens than the drawn ones came back."""
+    tokenizer = words()
+    drawn = [tokenizer.convert_tokens_to_ids(word) for word in ("▁Hello", "▁world", "▁news")]
+    examples = repeated_texts(tokenizer, drawn, 5, seed=0, max_tokens=4096)
+    said = Counter(token for one in examples for token, mark in zip(one.ids, one.supervised, strict=True) if mark)
+    assert sum(said[token] for token in drawn) > 0.8 * said.total()
 
 
 def test_almost_every_label_can_be_copied():
@@ -45,15 +68,28 @@ def test_texts_depend_on_the_seed_and_fewer_are_the_first_of_more():
     assert len({example.key for example in more}) == len(more) == 9
     assert [one.ids for one in repeated_texts(TOKENIZER, IDS, 5, seed=1, max_tokens=4096)] != [one.ids for one in some]
     assert repeated_texts(TOKENIZER, IDS, 0, seed=0, max_tokens=4096) == []
-    assert all(len(one.ids) <= 40 for one in repeated_texts(TOKENIZER, IDS, 9, seed=0, max_tokens=40))
+    assert all(len(one.ids) <= 100 for one in repeated_texts(TOKENIZER, IDS, 9, seed=0, max_tokens=100))
 
 
-def test_only_ids_that_stand_for_themselves_occur():
+def test_only_ids_with_characters_of_their_own_are_drawn():
     """Special tokens would end the turn, and the bytes of half a character would come back as others."""
-    spelt = spelt_alone(TOKENIZER, IDS)
-    special = {TOKENIZER.decode([index]) for index in TOKENIZER.all_special_ids}
-    assert spelt
-    assert not special & {*spelt}
-    assert "\ufffd" not in "".join(spelt)
-    with pytest.raises(InputError, match=r"data.repeats=3"):
-        repeated_texts(TOKENIZER, TOKENIZER.all_special_ids, 3, seed=0, max_tokens=64)
+    tokenizer = byte_level(template=CHAT_TEMPLATE)
+    drawn = spelt(tokenizer, range(len(tokenizer)))
+    assert drawn
+    assert not {*drawn} & {*tokenizer.all_special_ids}
+    assert all(tokenizer.decode([index]).strip() for index in drawn)
+    assert "\ufffd" not in tokenizer.decode(drawn, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "ids", "max_tokens", "words"),
+    [
+        (TOKENIZER, TOKENIZER.all_special_ids, 64, "can be spelt"),
+        (TOKENIZER, IDS, 3, "max_tokens=3"),
+        (byte_level(), range(97, 123), 64, "template"),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused_by_the_setting(tokenizer: Any, ids: Any, max_tokens: int, words: str):
+    """A head would state that it had learnt from repeats, of which there were none."""
+    with pytest.raises(InputError, match=rf"data.repeats=3: .*{words}.*give data.repeats=0"):
+        repeated_texts(tokenizer, ids, 3, seed=0, max_tokens=max_tokens)

@@ -108,6 +108,11 @@ class DraftModelLearner(Learner):
         logits = draft.logits(draft.norm(states), self._parts[0].output)
         return F.cross_entropy(logits.float(), tokens[at], reduction="sum")
 
+    def tables(self) -> list[nn.Module]:
+        """Return embedding and output layer, where they are the draft's own."""
+        draft = self._draft()
+        return [one for one in (draft.embedding, draft.output) if one is not None]
+
     def coverage(self, batch: Batch) -> float:
         """Return the share of labels that the draft vocabulary holds."""
         return covered(self.vocabulary, batch)

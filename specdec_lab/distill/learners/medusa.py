@@ -87,6 +87,10 @@ class MedusaLearner(Learner):
             counter.count(at + 1, rows.marked, logits, rows.labels)
         return Outcome(total, shown, counter.hits, counter.seen)
 
+    def tables(self) -> list[nn.Module]:
+        """Return the output layers of the heads' own, if they have any."""
+        return [head[-1] for head in self._heads() if isinstance(head, nn.ModuleList) and self._heads().own_output]
+
     def coverage(self, batch: Batch) -> float:
         """Return the share of labels that the draft vocabulary holds."""
         return covered(self.vocabulary, batch)

@@ -217,6 +217,11 @@ class Eagle3Learner(RecurrentLearner):
         mix = CROSS_ENTROPY if losses is None else losses
         super().__init__(target, head, steps=steps, decay=decay, mix=mix, regression=0.0, noise=0.0, copying=copying)
 
+    def tables(self) -> list[nn.Module]:
+        """Return the output layer."""
+        assert isinstance(self.head, Eagle3Head)
+        return [self.head.lm_head]
+
 
 def chosen_vocabulary(target: Target, counts: Tensor, size: int | None) -> DraftVocabulary:
     """Return the whole vocabulary, or the most frequent labels with every EOS among them."""

@@ -180,6 +180,9 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
             share = job.data.validation_share
             say(err, f"no text is validated on (data.validation_share={share} chose none), so no accuracy is measured")
         learner, origin = make_learner(job, target, data.training)
+        if settings.seed in seeds_of(origin):
+            seen = f"the head it starts at saw its texts in the order of seed={settings.seed} too"
+            say(err, f"{seen}; with another seed it sees others first")
         training = texts_to_learn(job, target, data.training, learner.vocabulary)
         source = make_source(settings, learner, [*training, *data.validation], err)
         run_preflight(
@@ -232,6 +235,16 @@ def make_learner(
         except InputError as error:
             field = error.field if error.field == START else f"head.{error.field}"
             raise InputError(field, error.value, error.remedy) from error
+
+
+def seeds_of(origin: Mapping[str, Any] | None) -> set[int]:
+    """Return the seeds of all trainings behind a head, from its facts."""
+    found: set[int] = set()
+    while origin:
+        seed = origin.get("training", {}).get("seed")
+        found |= set() if seed is None else {seed}
+        origin = origin.get("started_from")
+    return found
 
 
 def texts_to_learn(

@@ -21,7 +21,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from specdec_lab import conf
-from specdec_lab.distill.train_command import plan_training
+from specdec_lab.distill.train_command import plan_training, seeds_of
 from specdec_lab.distill.train_settings import TrainSettings
 from specdec_lab.errors import InputError
 
@@ -208,6 +208,19 @@ def test_repeats_are_learnt_on_request(command, data: Path):
     code, _, err = command("data.repeats=0", "epochs=1", "resume=true")
     assert code == 1
     assert "repeats" in err
+
+
+def test_a_head_that_goes_on_is_told_of_its_order(command, data: Path):
+    """Each training began with the same texts again: four hundred more steps made a head no better."""
+    code, _, err = command("epochs=1")
+    assert code == 0, err
+    for seed, told in ((0, True), (1, False)):
+        code, _, err = command("epochs=1", "start=run/head", f"seed={seed}", f"hydra.run.dir=again{seed}")
+        assert code == 0, err
+        assert ("saw its texts in the order of seed=0 too" in err) == told
+    facts = {"training": {"seed": 2}, "started_from": {"training": {"seed": 0}, "started_from": None}}
+    assert seeds_of(facts) == {0, 2}
+    assert seeds_of(None) == set()
 
 
 def test_a_recipe_for_a_deeper_target_names_the_layers(command):

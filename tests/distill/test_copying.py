@@ -25,6 +25,7 @@ from specdec_lab.distill.learners.draft_model import DraftModelLearner
 from specdec_lab.distill.learners.recurrent import Eagle3Learner, EagleLearner
 from specdec_lab.distill.unrolled import UnrolledAttention
 from specdec_lab.errors import InputError
+from specdec_lab.heads.draft_lm import DraftLM
 from specdec_lab.target import Target
 
 
@@ -150,13 +151,15 @@ def test_one_layer_cannot_copy(tiny_target: Callable[..., Target]):
         DraftModelLearner(target, torch.ones(target.vocab_size), layers=[0], copying=0.1)
 
 
-def test_layers_that_hide_their_attention_are_refused(tiny_target: Callable[..., Target]):
+def test_layers_that_hide_their_attention_are_refused(
+    tiny_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+):
     """A decoder that keeps keyword arguments from its attention has nothing to be taught by; it failed in a matmul."""
     target = tiny_target()
     learner = LEARNERS["draft_model"](target, torch.ones(target.vocab_size))
     assert isinstance(learner, DraftModelLearner)
-    shown = learner.head.states
-    learner.head.states = lambda ids, watch=None: shown(ids)
+    shown = DraftLM.states
+    monkeypatch.setattr(DraftLM, "states", lambda self, ids, watch=None: shown(self, ids))
     example = Example("one", tuple(range(5, 17)), (True,) * 12)
     with pytest.raises(InputError, match=r"head.copying=1.0: .* give head.copying=0"):
         learner(OnlineFeatures(target, learner.feature_layers).batch([example]))

@@ -98,7 +98,7 @@ def command(
         (["drafter.ngram.kk=3"], ["drafter.ngram.kk"]),
         (["drafter.ngram.k=0"], ["drafter.ngram.k=0", "greater than or equal to 1"]),
         (["strategies=[autoregressive]", "drafter.ngram.k=0"], ["drafter.ngram.k=0", "greater than or equal to 1"]),
-        (["drafter.nothing.k=1"], ["drafter.nothing.k"]),
+        (["drafter.nothing.k=1"], ["drafter.nothing: there is no field", "choose from autoregressive"]),
         (["max_new_tokens=none"], ["max_new_tokens='none'", "integer"]),
         (["colour=red"], ["colour"]),
         (["target=huge"], ["target/huge", "tiny"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -26,28 +27,27 @@ def make_optimizers(
     Raises:
         InputError: ``optimizer=muon`` and there is no other matrix.
     """
-    kept = {id(weight) for table in tables for weight in table.parameters()}
     everything = [*parameters.values()]
-    matrices = [one for one in everything if settings.optimizer == "muon" and is_matrix(one) and id(one) not in kept]
-    if settings.optimizer == "muon" and not matrices:
+    if settings.optimizer == "adamw":
+        return [_adamw(everything, settings)]
+    kept = {id(weight) for table in tables for weight in table.parameters()}
+    stepped = [is_matrix(one) and id(one) not in kept for one in everything]
+    if not any(stepped):
         raise InputError("optimizer", "muon", "this head has no matrix between hidden states; use adamw")
-    chosen = {id(one) for one in matrices}
-    rest = [one for one in everything if id(one) not in chosen]
-    found: list[torch.optim.Optimizer] = []
-    if matrices:
-        muon = torch.optim.Muon(
-            matrices,
-            lr=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        found.append(muon)
-    if rest:
-        adamw = torch.optim.AdamW(
-            rest, lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
-        )
-        found.append(adamw)
-    return found
+    muon = torch.optim.Muon(
+        list(compress(everything, stepped)),
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    rest = [one for one, by_muon in zip(everything, stepped, strict=True) if not by_muon]
+    return [muon, _adamw(rest, settings)] if rest else [muon]
+
+
+def _adamw(weights: list[nn.Parameter], settings: TrainSettings) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        weights, lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+    )
 
 
 def is_matrix(weight: Tensor) -> bool:

@@ -53,6 +53,7 @@ from specdec_lab.distill.train_settings import TrainSettings
 from specdec_lab.distill.train_tracking import tracked
 from specdec_lab.distill.training_data import DataSettings, RawData, build_examples, read_data
 from specdec_lab.errors import InputError
+from specdec_lab.heads.facts import training_seeds
 from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.provenance import provenance
 from specdec_lab.strategies import plan_target, without_target
@@ -180,7 +181,7 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
             share = job.data.validation_share
             say(err, f"no text is validated on (data.validation_share={share} chose none), so no accuracy is measured")
         learner, origin = make_learner(job, target, data.training)
-        if settings.seed in seeds_of(origin):
+        if settings.seed in training_seeds(origin or {}):
             seen = f"the head it starts at saw its texts in the order of seed={settings.seed} too"
             say(err, f"{seen}; with another seed it sees others first")
         training = texts_to_learn(job, target, data.training, learner.vocabulary)
@@ -237,16 +238,6 @@ def make_learner(
             raise InputError(field, error.value, error.remedy) from error
 
 
-def seeds_of(origin: Mapping[str, Any] | None) -> set[int]:
-    """Return the seeds of all trainings behind a head, from its facts."""
-    found: set[int] = set()
-    while origin:
-        seed = origin.get("training", {}).get("seed")
-        found |= set() if seed is None else {seed}
-        origin = origin.get("started_from")
-    return found
-
-
 def texts_to_learn(
     job: TrainJob, target: Target, examples: Sequence[Example], vocabulary: DraftVocabulary
 ) -> list[Example]:
@@ -259,6 +250,8 @@ def texts_to_learn(
     data, learnt = job.data, [*examples]
     if data.learn_prompts:
         learnt = with_prompts_learnt(examples, template_opening(target.tokenizer))
+    if not data.repeats:
+        return learnt
     counts = label_counts(examples, target.vocab_size)
     said = [token for token in vocabulary.token_ids.tolist() if counts[token]]
     return learnt + repeated_texts(target.tokenizer, said, data.repeats, data.seed, data.max_tokens)

@@ -21,3 +21,15 @@ def training_tokens(facts: Mapping[str, Any]) -> int | None:
         return None
     before = training_tokens(origin) if isinstance(origin, Mapping) else 0
     return None if before is None else int(own) + before
+
+
+def training_seeds(facts: Mapping[str, Any]) -> set[int]:
+    """Return the seeds that a head was trained with, those of heads it began at included.
+
+    Args:
+        facts: as for ``training_tokens``.
+    """
+    training, origin = facts.get("training"), facts.get("started_from")
+    own = training.get("seed") if isinstance(training, Mapping) else None
+    before = training_seeds(origin) if isinstance(origin, Mapping) else set()
+    return before | ({own} if isinstance(own, int) else set())

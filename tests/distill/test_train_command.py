@@ -21,9 +21,10 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from specdec_lab import conf
-from specdec_lab.distill.train_command import plan_training, seeds_of
+from specdec_lab.distill.train_command import plan_training
 from specdec_lab.distill.train_settings import TrainSettings
 from specdec_lab.errors import InputError
+from specdec_lab.heads.facts import training_seeds
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "train.py"
@@ -219,8 +220,8 @@ def test_a_head_that_goes_on_is_told_of_its_order(command, data: Path):
         assert code == 0, err
         assert ("saw its texts in the order of seed=0 too" in err) == told
     facts = {"training": {"seed": 2}, "started_from": {"training": {"seed": 0}, "started_from": None}}
-    assert seeds_of(facts) == {0, 2}
-    assert seeds_of(None) == set()
+    assert training_seeds(facts) == {0, 2}
+    assert training_seeds({}) == set()
 
 
 def test_a_recipe_for_a_deeper_target_names_the_layers(command):

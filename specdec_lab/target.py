@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec_lab.attention import PACKED_ATTENTION, causal_mark
-from specdec_lab.errors import NoRoomError, UnsupportedModelError
+from specdec_lab.errors import InputError, NoRoomError, UnsupportedModelError
 from specdec_lab.tree import DraftTree, chain
 
 Exact = Literal["off", "fixed_shape"]
@@ -261,6 +261,16 @@ class Target:
         return self.model.config.get_text_config().vocab_size
 
     @property
+    def depth(self) -> int:
+        """Decoder layers: its hidden states are 0, the embedding, to this one, after the last norm."""
+        return self.model.config.get_text_config().num_hidden_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of its hidden states."""
+        return self.model.config.get_text_config().hidden_size
+
+    @property
     def max_length(self) -> int | None:
         """Most tokens of prompt and output that the model has positions for; ``None`` if it states no limit.
 
@@ -460,6 +470,23 @@ class Target:
         return {
             layer: states.masked_fill(padding[:, :, None].to(states.device), 0) for layer, states in features.items()
         }
+
+    def check_states(self, layers: Sequence[int], field: str) -> None:
+        """Refuse hidden states that the model does not have.
+
+        Args:
+            layers: counted as ``Drafter.feature_layers`` counts them.
+            field: the setting that names them.
+
+        Raises:
+            InputError: with that field.
+        """
+        strange = [layer for layer in layers if not -self.depth - 1 <= layer <= self.depth]
+        if strange:
+            remedy = (
+                f"{self.name} has {self.depth} layers: name hidden states from 0 to {self.depth}, or from the end as -1"
+            )
+            raise InputError(field, strange, remedy)
 
     # --- one forward ------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ def every_other(target: Target) -> DraftVocabulary:
 
 
 def medusa_heads(target: Target, heads: int = 3, vocabulary: DraftVocabulary | None = None) -> MedusaHeads:
-    made = MedusaHeads(hidden_size(target), vocabulary or DraftVocabulary.whole(target.vocab_size), heads, blocks=1)
+    made = MedusaHeads(target.hidden_size, vocabulary or DraftVocabulary.whole(target.vocab_size), heads, blocks=1)
     return disturbed(made)
 
 
@@ -39,10 +39,6 @@ def eagle3_head(target: Target, vocabulary: DraftVocabulary | None = None, seed:
 def disturbed(head, seed: int = 0):
     start_small(head, torch.Generator().manual_seed(seed), spread=0.2)
     return head.eval()
-
-
-def hidden_size(target: Target) -> int:
-    return target.model.config.get_text_config().hidden_size
 
 
 def greedy_continuation(target: Target, ids: Tensor, count: int) -> list[int]:

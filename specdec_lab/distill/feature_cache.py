@@ -178,8 +178,7 @@ def plan_cache(
     known = {digest for shard in kept for digest in shard.texts}
     texts = {text_digest(example.ids): example for example in examples}
     missing = sorted((len(example.ids), digest) for digest, example in texts.items() if digest not in known)
-    hidden = target.model.config.get_text_config().hidden_size
-    numbers = sum(length for length, _ in missing) * len(identity["layers"]) * hidden
+    numbers = sum(length for length, _ in missing) * len(identity["layers"]) * target.hidden_size
     return CachePlan(
         folder=folder,
         identity=identity,

@@ -262,11 +262,7 @@ def make_source(settings: TrainSettings, learner: Learner, examples: Sequence[Ex
     target, layers = learner.target, learner.feature_layers
     if settings.features == "online":
         return OnlineFeatures(target, layers)
-    depth = target.model.config.get_text_config().num_hidden_layers
-    strange = [layer for layer in settings.feature_layers if not -depth - 1 <= layer <= depth]
-    if strange:
-        remedy = f"{target.name} has {depth} layers, so states 0 to {depth} and -1 to {-depth - 1}; name some of these"
-        raise InputError("feature_layers", strange, remedy)
+    target.check_states(settings.feature_layers, "feature_layers")
     kept = tuple(sorted({*layers, *settings.feature_layers}))
     folder = prepare_cache(target, kept, examples, err, budget_bytes=settings.feature_bytes)
     return CachedFeatures(folder, layers, target.device)

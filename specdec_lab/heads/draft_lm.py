@@ -111,7 +111,7 @@ def draft_from_layers(target: Target, layers: Sequence[int]) -> PreTrainedModel:
     """
     config = copy.deepcopy(target.model.config)
     text = config.get_text_config()
-    check_layers(layers, text.num_hidden_layers)
+    check_layers(layers, target.depth)
     kinds = getattr(text, "layer_types", None)
     if kinds:
         text.layer_types = [kinds[layer] for layer in layers]

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from specdec_lab.errors import InputError
 from specdec_lab.heads.decoder import MLP, Attend, Attention, RMSNorm, Rotation
 from specdec_lab.heads.vocabulary import DraftVocabulary
+from specdec_lab.target import Target
 
 
 def default_feature_layers(layers: int) -> tuple[int, int, int]:
@@ -26,18 +27,16 @@ def default_feature_layers(layers: int) -> tuple[int, int, int]:
     return picks
 
 
-def check_feature_layers(layers: Sequence[int], depth: int) -> None:
-    """Refuse hidden states that a target does not have, or one that is fused twice.
-
-    Args:
-        depth: layers of the target; its hidden states are 0, the embedding, to ``depth``, after the last norm.
+def check_feature_layers(layers: Sequence[int], target: Target) -> None:
+    """Refuse hidden states that a target does not have, none at all, or one that is fused twice.
 
     Raises:
         InputError: with the bare field ``layers``.
     """
-    if not layers or not all(-depth - 1 <= layer <= depth for layer in layers):
-        raise InputError("layers", list(layers), f"name hidden states of the target, from 0 to {depth}")
-    if len({layer % (depth + 1) for layer in layers}) != len(layers):
+    target.check_states(layers, "layers")
+    if not layers:
+        raise InputError("layers", [], f"name hidden states of the target, from 0 to {target.depth}")
+    if len({layer % (target.depth + 1) for layer in layers}) != len(layers):
         raise InputError("layers", list(layers), "a hidden state is in the list twice; name distinct ones")
 
 

@@ -84,10 +84,7 @@ def _record(config: dict[str, Any], folder: Path, err: Console) -> int:
     plans = plan_strategies(settings.strategies, nodes, node)
     target = load(node)
     with threads(settings.threads, target):
-        depth = target.model.config.get_text_config().num_hidden_layers
-        for layer in settings.layers:
-            if not -depth - 1 <= layer <= depth:
-                raise InputError("layers", layer, f"hidden states run from 0 to {depth}, or from the end as -1")
+        target.check_states(settings.layers, "layers")
         layers = {*settings.layers, *(layer for plan in plans for layer in plan.make(target).feature_layers)}
         with storage(folder, START_ANEW):
             folder.mkdir(parents=True, exist_ok=True)

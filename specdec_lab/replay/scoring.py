@@ -114,9 +114,9 @@ def recorded_layer(layer: int, target: Target, recorded: Sequence[int]) -> int:
     Raises:
         InputError: it was not.
     """
-    depth = target.model.config.get_text_config().num_hidden_layers
+    states = target.depth + 1
     for name in recorded:
-        if name == layer or name % (depth + 1) == layer % (depth + 1):
+        if name == layer or name % states == layer % states:
             return name
     raise InputError("recording", list(recorded), f"hidden state {layer} is not in it; record with layers=[{layer}]")
 

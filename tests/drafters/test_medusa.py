@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from heads_at_hand import every_other, hidden_size, medusa_heads
+from heads_at_hand import every_other, medusa_heads
 
 from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.drafters.medusa import MedusaDrafter
@@ -66,7 +66,7 @@ def test_head_h_reads_the_state_before_the_last_token(reduced: bool, tiny_target
 def test_a_head_that_starts_as_the_identity_repeats_the_targets_own_choice(tiny_target):
     """The first head's first guess is then what the target itself said a token earlier."""
     target: Target = tiny_target()
-    heads = MedusaHeads(hidden_size(target), DraftVocabulary.whole(target.vocab_size), heads=2, blocks=1).eval()
+    heads = MedusaHeads(target.hidden_size, DraftVocabulary.whole(target.vocab_size), heads=2, blocks=1).eval()
     drafter = watched(target, heads, tree=[[0]])
     decode(target, drafter, [tuple(range(5, 17))])
     assert all(tree.tokens[1] == tree.tokens[0] for _, tree in drafter.seen if tree.depth)

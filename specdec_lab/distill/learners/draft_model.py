@@ -64,8 +64,8 @@ class DraftModelLearner(Learner):
         self.copying = copying
         self.mix = dict(FORWARD_KL if losses is None else losses)
         token_losses.check_mix(self.mix)
-        depth = target.model.config.get_text_config().num_hidden_layers
-        chosen = layers if layers is not None else sorted({0, min(1, depth - 1), depth - 1})
+        last = target.depth - 1
+        chosen = layers if layers is not None else sorted({0, min(1, last), last})
         self.vocabulary = chosen_vocabulary(target, counts, draft_vocab)
         self._parts = (SharedParts(target, self.vocabulary),)
         draft = DraftLM(target, chosen, self.vocabulary, own_embedding, own_output)

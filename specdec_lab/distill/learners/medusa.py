@@ -56,8 +56,7 @@ class MedusaLearner(Learner):
         token_losses.check_mix(self.mix)
         self.vocabulary = chosen_vocabulary(target, counts, draft_vocab)
         self._parts = (SharedParts(target, self.vocabulary),)
-        hidden = target.model.config.get_text_config().hidden_size
-        made = MedusaHeads(hidden, self.vocabulary, heads, blocks, own_output)
+        made = MedusaHeads(target.hidden_size, self.vocabulary, heads, blocks, own_output)
         if own_output:
             with torch.no_grad():
                 for head in made:

@@ -205,9 +205,8 @@ class Eagle3Learner(RecurrentLearner):
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
         vocabulary = chosen_vocabulary(target, counts, draft_vocab)
-        depth = target.model.config.get_text_config().num_hidden_layers
-        picks = default_feature_layers(depth) if layers is None else tuple(layers)
-        check_feature_layers(picks, depth)
+        picks = default_feature_layers(target.depth) if layers is None else tuple(layers)
+        check_feature_layers(picks, target)
         head = Eagle3Head(layer_config(target, intermediate_size), vocabulary, picks)
         start_small(head, torch.Generator().manual_seed(seed))
         if start_output:

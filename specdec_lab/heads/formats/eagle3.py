@@ -18,13 +18,7 @@ from specdec_lab.heads.eagle3 import Eagle3Head, default_feature_layers
 from specdec_lab.heads.formats.checks import DERIVED, hollow, refuse_other_values, refuse_variant
 from specdec_lab.heads.formats.eagle import copied_parts
 from specdec_lab.heads.formats.files import BLOCK, CONFIG, Checkpoint
-from specdec_lab.heads.formats.layer import (
-    hidden_size,
-    layer_count,
-    layer_fields,
-    read_layer,
-    refuse_stated_bias,
-)
+from specdec_lab.heads.formats.layer import layer_fields, read_layer, refuse_stated_bias
 from specdec_lab.heads.formats.vocabularies import both_tensors, read_vocabulary
 from specdec_lab.target import Target
 
@@ -99,14 +93,14 @@ def read_eagle3_with(
     )
     config = read_layer(checkpoint, fields, target, bias=bias)
     stated_width = checkpoint.config.get("target_hidden_size")
-    if stated_width not in (None, hidden_size(target)):
-        remedy = f"target_hidden_size={stated_width!r} in {CONFIG}, and the target's states have {hidden_size(target)}"
+    if stated_width not in (None, target.hidden_size):
+        remedy = f"target_hidden_size={stated_width!r} in {CONFIG}, and the target's states have {target.hidden_size}"
         raise checkpoint.refusal(f"{remedy}; use a head that was trained for this target")
-    layers = read_feature_layers(checkpoint, layer_count(target))
+    layers = read_feature_layers(checkpoint, target.depth)
     width = checkpoint.shape(names["fc.weight"])[-1]
-    if width != len(layers) * hidden_size(target):
+    if width != len(layers) * target.hidden_size:
         remedy = f"its fc.weight fuses {width} numbers, and {len(layers)} states of the target have"
-        raise checkpoint.refusal(f"{remedy} {len(layers) * hidden_size(target)}; {_STATE}")
+        raise checkpoint.refusal(f"{remedy} {len(layers) * target.hidden_size}; {_STATE}")
     rows = checkpoint.shape(names["lm_head.weight"])[0]
     stated_rows = checkpoint.config.get("draft_vocab_size")
     if stated_rows not in (None, rows):
@@ -116,7 +110,7 @@ def read_eagle3_with(
     if embedding in checkpoint.names:
         remedy = "a head with an embedding of its own is not supported"
         refuse_other_values(checkpoint, embedding, copied_parts(target)[embedding], remedy)
-    return hollow(lambda: Eagle3Head(config, vocabulary, layers, hidden_size(target))), names
+    return hollow(lambda: Eagle3Head(config, vocabulary, layers, target.hidden_size)), names
 
 
 def refuse_stated_variant(checkpoint: Checkpoint) -> None:

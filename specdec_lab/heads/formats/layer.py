@@ -51,8 +51,8 @@ def read_layer(checkpoint: Checkpoint, fields: Mapping[str, Any], target: Target
     if layer.vocab_size != target.vocab_size:
         remedy = f"vocab_size={layer.vocab_size} in {CONFIG}, and the target has {target.vocab_size} ids"
         raise checkpoint.refusal(f"{remedy}; use a head that was trained for this target")
-    if layer.hidden_size != hidden_size(target):
-        remedy = f"hidden_size={layer.hidden_size} in {CONFIG}, and the target's states have {hidden_size(target)}"
+    if layer.hidden_size != target.hidden_size:
+        remedy = f"hidden_size={layer.hidden_size} in {CONFIG}, and the target's states have {target.hidden_size}"
         raise checkpoint.refusal(f"{remedy}; use a head that was trained for this target")
     if layer.hidden_act not in ACT2FN:
         raise checkpoint.refusal(f"hidden_act={layer.hidden_act!r} in {CONFIG} is no activation of transformers")
@@ -84,16 +84,6 @@ def layer_fields(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
         **scaling,
         "tie_word_embeddings": False,
     }
-
-
-def hidden_size(target: Target) -> int:
-    """Return the width of a target's hidden states."""
-    return target.model.config.get_text_config().hidden_size
-
-
-def layer_count(target: Target) -> int:
-    """Return how many decoder layers a target has."""
-    return target.model.config.get_text_config().num_hidden_layers
 
 
 def refuse_stated_bias(checkpoint: Checkpoint, stated: Mapping[str, Any], keys: tuple[str, ...], held: bool) -> bool:

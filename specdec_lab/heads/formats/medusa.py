@@ -21,7 +21,6 @@ from torch import Tensor
 from specdec_lab.errors import listed
 from specdec_lab.heads.formats.checks import hollow, refuse_other_values, refuse_variant
 from specdec_lab.heads.formats.files import CONFIG, Checkpoint
-from specdec_lab.heads.formats.layer import hidden_size, layer_count
 from specdec_lab.heads.formats.vocabularies import offset_tensors, read_vocabulary
 from specdec_lab.heads.medusa import MedusaHeads
 from specdec_lab.target import Target
@@ -63,7 +62,7 @@ def read_medusa(checkpoint: Checkpoint, target: Target) -> tuple[MedusaHeads, di
     heads, blocks, own_output = counted(checkpoint, list(names))
     rows = checkpoint.shape(names[f"0.{blocks}.weight"])[0] if own_output else None
     vocabulary = read_vocabulary(checkpoint, rows, target)
-    return hollow(lambda: MedusaHeads(hidden_size(target), vocabulary, heads, blocks, own_output)), names
+    return hollow(lambda: MedusaHeads(target.hidden_size, vocabulary, heads, blocks, own_output)), names
 
 
 def counted(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, int, bool]:
@@ -109,7 +108,7 @@ def refuse_other_base(checkpoint: Checkpoint, base: Sequence[str], target: Targe
         return
     remedy = "its heads were trained together with the base model beside them, so give it as the target too"
     own = target.model.state_dict()
-    last = f".layers.{layer_count(target) - 1}."
+    last = f".layers.{target.depth - 1}."
     compared = [name for name in base if name in own and (last in name or name == "lm_head.weight")]
     if not compared:
         raise checkpoint.refusal(f"its base model is not the target; {remedy}")

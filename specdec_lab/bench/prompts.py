@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from specdec_lab.errors import InputError
 BUILTIN = "builtin"
 _BUILTIN_FILE = "prompts.jsonl"
 _MISSING = "???"  # how a Hydra configuration says that a value must be given
+
+MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
+"""Categories that Spec-Bench reports as one sub-task, ``mt_bench``."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ def load_prompts(
     path: str | None = None,
     limit: int | None = None,
     categories: str | Sequence[str] | None = None,
+    per_task: int | None = None,
+    turns: int | None = None,
     dataset: str | None = None,
     subset: str | None = None,
     split: str = "test",
@@ -78,8 +84,10 @@ def load_prompts(
     Args:
         path: the file, relative to the current folder (under Hydra, let the caller go to the folder of the launch or
             use ``to_absolute_path``); ``None`` takes the package's own prompts.
-        limit: at most this many, from the start of the file, counted after ``categories``; ``None`` takes all.
+        limit: at most this many, from the start of what the other choices leave; ``None`` takes all.
         categories: only these, or only this one; ``None`` takes all.
+        per_task: at most this many of each sub-task, as ``of_each_task`` takes them; ``None`` takes all.
+        turns: at most this many turns of each prompt, from its first; ``None`` takes all.
         dataset: hub id or folder that is read in place of a file; see ``specdec_lab.bench.hub_prompts`` for this and
             for ``subset``, ``split``, ``revision``, ``column`` and ``category``.
 
@@ -94,21 +102,45 @@ def load_prompts(
         raise InputError(
             "prompts.path", None, "these prompts do not come with the package; give their file, as prompts.path=FILE"
         )
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise InputError("prompts.limit", limit, "give a whole number of at least 1, or null for all")
+    for name, most in (("limit", limit), ("per_task", per_task), ("turns", turns)):
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise InputError(f"prompts.{name}", most, "give a whole number of at least 1, or null for all")
     if dataset is not None:
         from specdec_lab.bench.hub_prompts import read_hub_prompts  # which reads rows with this module's parser
 
         found = read_hub_prompts(dataset, subset, split, revision, column, category)
         source = "/".join(part for part in (dataset, subset, split) if part) + (f"@{revision}" if revision else "")
-        chosen = _of_categories(found, categories, source)[:limit]
-        return PromptSet(source, prompts_sha256(chosen), chosen)
-    if path is None:
-        source, data = BUILTIN, (resources.files("specdec_lab.data") / _BUILTIN_FILE).read_bytes()
+    elif path is None:
+        source = BUILTIN
+        found = parse_prompts((resources.files("specdec_lab.data") / _BUILTIN_FILE).read_bytes(), source)
     else:
-        source, data = path, _read(path)
-    chosen = _of_categories(parse_prompts(data, source), categories, source)[:limit]
+        source, found = path, parse_prompts(_read(path), path)
+    chosen = _of_categories(found, categories, source)
+    if per_task is not None:
+        chosen = of_each_task(chosen, per_task)
+    chosen = tuple(replace(prompt, turns=prompt.turns[:turns]) for prompt in chosen[:limit])
     return PromptSet(source, prompts_sha256(chosen), chosen)
+
+
+def sub_task(category: str) -> str:
+    """Return the name under which Spec-Bench reports a category."""
+    return "mt_bench" if category in MT_BENCH else category
+
+
+def of_each_task(prompts: Sequence[Prompt], most: int) -> tuple[Prompt, ...]:
+    """Return at most so many prompts of each of Spec-Bench's sub-tasks; other categories are tasks by themselves.
+
+    Where a task has several categories, they take turns, and then the tasks do, each in the order of the file: so
+    every start of the result is as even as it can be, and a smaller number takes a part of what a larger one takes.
+    """
+    tasks: dict[str, dict[str, list[Prompt]]] = {}
+    for prompt in prompts:
+        tasks.setdefault(sub_task(prompt.category), {}).setdefault(prompt.category, []).append(prompt)
+    return _in_turn([_in_turn(list(categories.values()))[:most] for categories in tasks.values()])
+
+
+def _in_turn(groups: Sequence[Sequence[Prompt]]) -> tuple[Prompt, ...]:
+    return tuple(prompt for rank in zip_longest(*groups) for prompt in rank if prompt is not None)
 
 
 def parse_prompts(data: bytes, source: str) -> tuple[Prompt, ...]:
@@ -137,7 +169,7 @@ def prompts_sha256(prompts: Sequence[Prompt]) -> str:
     """Return the fingerprint of prompts: equal exactly if ids, categories, turns and their order are.
 
     SHA-256 of the UTF-8 JSON list of ``{"category", "question_id", "turns"}`` with keys in this order, no spaces and
-    no escapes for non-ASCII characters. It is taken of what was chosen, so ``limit`` and ``categories`` change it.
+    no escapes for non-ASCII characters. It is taken of what was chosen, so every choice changes it.
     """
     rows = [
         {"category": prompt.category, "question_id": prompt.question_id, "turns": prompt.turns} for prompt in prompts

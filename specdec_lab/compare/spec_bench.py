@@ -11,9 +11,7 @@ from typing import Any
 
 from specdec_lab.bench import metrics
 from specdec_lab.bench.metrics import Row, ratio
-
-MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
-"""Categories that Spec-Bench reports as one sub-task."""
+from specdec_lab.bench.prompts import sub_task
 
 SUB_TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 
@@ -39,11 +37,6 @@ def spec_bench_numbers(rows: Sequence[Row], baseline_rows: Sequence[Row]) -> dic
         **_numbers(mine, base, shared),
         "by_task": {task: _numbers(mine, base, [key for key in shared if tasks[key] == task]) for task in chosen},
     }
-
-
-def sub_task(category: str) -> str:
-    """Return the name under which Spec-Bench reports a category."""
-    return "mt_bench" if category in MT_BENCH else category
 
 
 _Question = tuple[Hashable, int]

@@ -170,10 +170,34 @@ def test_categories_are_chosen_before_the_limit() -> None:
     assert load_prompts(limit=1000).count == 60
 
 
-@pytest.mark.parametrize("limit", [0, -1, True, 1.5, "3"])
-def test_an_unusable_limit_is_refused(limit: Any) -> None:
-    with pytest.raises(InputError, match=r"^prompts[.]limit="):
-        load_prompts(limit=limit)
+@pytest.mark.parametrize("name", ["limit", "per_task", "turns"])
+@pytest.mark.parametrize("number", [0, -1, True, 1.5, "3"])
+def test_an_unusable_number_is_refused(name: str, number: Any) -> None:
+    with pytest.raises(InputError, match=rf"^prompts[.]{name}="):
+        load_prompts(**{name: number})
+
+
+def test_a_sorted_file_gives_every_task_its_share(tmp_path: Path) -> None:
+    """A limit of a file that is sorted by category, as Spec-Bench is, takes the first categories alone."""
+    names = ["writing"] * 3 + ["coding"] * 3 + ["qa"] * 4 + ["rag"] * 1 + ["own"] * 2
+    path = write(tmp_path, *({**GOOD, "question_id": at, "category": name} for at, name in enumerate(names)))
+    chosen = [(prompt.question_id, prompt.category) for prompt in load_prompts(path, per_task=3).prompts]
+    assert chosen == [
+        (0, "writing"), (6, "qa"), (10, "rag"), (11, "own"),
+        (3, "coding"), (7, "qa"), (12, "own"),
+        (1, "writing"), (8, "qa"),
+    ]  # fmt: skip
+    fewer = {prompt.question_id for prompt in load_prompts(path, per_task=2).prompts}
+    assert fewer == {0, 3, 6, 7, 10, 11, 12}
+    assert [prompt.question_id for prompt in load_prompts(path, limit=2, per_task=3).prompts] == [0, 6]
+
+
+def test_later_turns_can_be_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path, {**GOOD, "turns": ["a", "b", "c"]})
+    assert [load_prompts(path, turns=most).prompts[0].turns for most in (1, 2, None)] == [
+        ("a",), ("a", "b"), ("a", "b", "c")
+    ]  # fmt: skip
+    assert load_prompts(path, turns=1).sha256 != load_prompts(path).sha256
 
 
 def test_an_unknown_category_is_refused_with_those_there_are() -> None:

@@ -48,6 +48,7 @@ class Learner(nn.Module, ABC):
         kind: name of the head's configuration and of the strategy that drafts with it.
         feature_layers: hidden states of the target that a batch has to bring.
         vocabulary: what the head can draft.
+        context_vocab: whether it can also draft what the text holds already.
         shardable: whether its parameters may be replaced by shards of them.
         offsets: per depth, how many tokens after position *t* the label lies that is predicted there.
     """
@@ -57,6 +58,7 @@ class Learner(nn.Module, ABC):
     offsets: tuple[int, ...]
     vocabulary: DraftVocabulary
     head: nn.Module
+    context_vocab: bool = False
     shardable: bool = True
 
     def __init__(self, target: Target) -> None:
@@ -78,7 +80,7 @@ class Learner(nn.Module, ABC):
 
     @abstractmethod
     def coverage(self, batch: Batch) -> float:
-        """Return the share of a batch's labels that the draft vocabulary holds."""
+        """Return the share of a batch's labels that can be drafted."""
 
     @abstractmethod
     def drafter(self, **settings: Any) -> Drafter:

@@ -81,6 +81,9 @@ class Tracker(Protocol):
 ADDED_LATER: Mapping[str, Any] = {"optimizer": "adamw", "repeats": 0}
 """Settings that older checkpoints do not state, with what they were then."""
 
+ADDED_TO_HEADS_LATER: Mapping[str, Any] = {"context_vocab": False}
+"""Likewise, of a head."""
+
 Measure = Callable[[Learner], Mapping[str, float]]
 """Runs the head as it is in the engine; returns numbers, ``real_acceptance_length`` among them."""
 
@@ -252,8 +255,7 @@ class _Training:
         found = last_checkpoint(checkpoints) if self.settings.resume else None
         step = 0 if found is None else int(found.state["step"])
         if found is not None:
-            stated = {**ADDED_LATER, **found.state["identity"]}
-            changes = changed_settings(stated, json.loads(json.dumps({**ADDED_LATER, **self.identity})))
+            changes = changed_settings(completed(found.state["identity"]), completed(self.identity))
             if changes:
                 remedy = f"the training had other settings: {', '.join(changes)}; give the same or another folder"
                 raise InputError("resume", True, remedy)
@@ -549,3 +551,9 @@ def own_randomness(device: torch.device, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
+
+
+def completed(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a training as JSON gives them back, with those that came to be since it was begun."""
+    head = {**ADDED_TO_HEADS_LATER, **identity.get("head", {})}
+    return json.loads(json.dumps({**ADDED_LATER, **identity, "head": head}))

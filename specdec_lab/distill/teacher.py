@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_lab.distill.batch import Batch, ahead
+from specdec_lab.distill.context import TextContext
 from specdec_lab.distill.losses import row_chunks
 from specdec_lab.heads.recurrent import SharedParts
 from specdec_lab.heads.vocabulary import DraftVocabulary
@@ -20,20 +21,28 @@ class Teacher:
     Args:
         batch: with the target's last hidden states, layer -1.
         parts: of the target; its output layer at the vocabulary.
+        context: what else of these texts can be drafted; its ids stand behind the draft vocabulary.
     """
 
-    def __init__(self, batch: Batch, parts: SharedParts, vocabulary: DraftVocabulary) -> None:
+    def __init__(
+        self, batch: Batch, parts: SharedParts, vocabulary: DraftVocabulary, context: TextContext | None = None
+    ) -> None:
         says = ahead(batch.supervised, 1)  # [rows, tokens]: position t predicts a token of the target's
         self.states = batch.features[-1]
         with torch.no_grad():
-            logits = F.linear(self.states[says].to(parts.output.dtype), parts.output)
+            states = self.states[says].to(parts.output.dtype)
+            logits = F.linear(states, parts.output)
+            if context is not None:
+                more = F.linear(states, context.output_rows).masked_fill(~context.said[says], -torch.inf)
+                logits = torch.cat((logits, more), dim=-1)
             self._probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
             for some in row_chunks(logits):
                 self._probs[some] = logits[some].float().softmax(dim=-1)
         self._at = torch.full(says.shape, -1, dtype=torch.long, device=says.device)
         self._at[says] = torch.arange(int(says.sum()), device=says.device)
         self._ids = batch.ids
-        self._draft_labels = vocabulary.draft_ids(batch.ids)
+        self._draft_labels = vocabulary.draft_ids(batch.ids) if context is None else context.labels
+        self._unsaid = None if context is None else ~context.said[says]
 
     def at(self, offset: int) -> Rows:
         """Return the teacher for a head that predicts, at position *t*, token *t + offset*.
@@ -46,7 +55,8 @@ class Teacher:
         target_probs = self._probs.index_select(0, source[marked])
         labels = ahead(self._draft_labels + 1, offset)[marked] - 1
         states = ahead(self.states, offset - 1)[marked]
-        return Rows(marked, target_probs, labels, states)
+        unsaid = None if self._unsaid is None else self._unsaid[source[marked]]
+        return Rows(marked, target_probs, labels, states, unsaid)
 
 
 class Rows:
@@ -54,10 +64,14 @@ class Rows:
 
     Attributes:
         marked: ``[rows, tokens]``, bool; the other attributes have one row per mark, in order.
-        target_probs: the target's law, renormalised on the draft vocabulary, ``[marked, draft_vocab]``.
-        labels: draft ids of the text's own tokens, -1 where the draft vocabulary lacks them, ``[marked]``.
+        target_probs: the target's law, renormalised on what can be drafted there, ``[marked, draft_vocab]``.
+        labels: draft ids of the text's own tokens, -1 where they cannot be drafted, ``[marked]``.
         states: the target's last hidden states from which it predicts them, ``[marked, hidden]``.
+        unsaid: ids of the context that the text does not hold yet, ``[marked, beyond]``, bool; ``None`` without one.
     """
 
-    def __init__(self, marked: Tensor, target_probs: Tensor, labels: Tensor, states: Tensor) -> None:
+    def __init__(
+        self, marked: Tensor, target_probs: Tensor, labels: Tensor, states: Tensor, unsaid: Tensor | None = None
+    ) -> None:
         self.marked, self.target_probs, self.labels, self.states = marked, target_probs, labels, states
+        self.unsaid = unsaid

@@ -54,7 +54,6 @@ from specdec_lab.distill.train_tracking import tracked
 from specdec_lab.distill.training_data import DataSettings, RawData, build_examples, read_data
 from specdec_lab.errors import InputError
 from specdec_lab.heads.facts import training_seeds
-from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.provenance import provenance
 from specdec_lab.strategies import plan_target, without_target
 from specdec_lab.target import Target
@@ -184,7 +183,7 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
         if settings.seed in training_seeds(origin or {}):
             seen = f"the head it starts at saw its texts in the order of seed={settings.seed} too"
             say(err, f"{seen}; with another seed it sees others first")
-        training = texts_to_learn(job, target, data.training, learner.vocabulary)
+        training = texts_to_learn(job, learner, data.training)
         source = make_source(settings, learner, [*training, *data.validation], err)
         run_preflight(
             learner,
@@ -238,14 +237,13 @@ def make_learner(
             raise InputError(field, error.value, error.remedy) from error
 
 
-def texts_to_learn(
-    job: TrainJob, target: Target, examples: Sequence[Example], vocabulary: DraftVocabulary
-) -> list[Example]:
+def texts_to_learn(job: TrainJob, learner: Learner, examples: Sequence[Example]) -> list[Example]:
     """Return the training texts as they are learnt: with their prompts if that is asked for, and with repeats.
 
     Heads are measured, and their vocabularies chosen, by the answers alone; what is repeated are labels of answers that
-    the head can draft.
+    the head can draft, or any token for one that drafts what the text holds.
     """
+    target = learner.target
     assert target.tokenizer is not None
     data, learnt = job.data, [*examples]
     if data.learn_prompts:
@@ -253,7 +251,8 @@ def texts_to_learn(
     if not data.repeats:
         return learnt
     counts = label_counts(examples, target.vocab_size)
-    said = [token for token in vocabulary.token_ids.tolist() if counts[token]]
+    drawn = range(target.vocab_size) if learner.context_vocab else learner.vocabulary.token_ids.tolist()
+    said = [token for token in drawn if counts[token] or learner.context_vocab]
     return learnt + repeated_texts(target.tokenizer, said, data.repeats, data.seed, data.max_tokens)
 
 

@@ -41,6 +41,8 @@ class EagleDrafter(SizedDrafter):
     most; at the end the best of all candidates stay (EAGLE-2). A static tree expands the same ranks in every round
     (EAGLE-1). Deviation: a candidate below ``min_probability`` is not expanded.
 
+    A head that was trained with ``context_vocab`` drafts what its text holds besides its reduced vocabulary.
+
     Args:
         head: folder or hub id of the head; ``shipped`` for that of the default target.
         kind: what the head is: ``eagle`` for EAGLE-1 and EAGLE-2 weights, ``eagle3``.
@@ -87,6 +89,7 @@ class EagleDrafter(SizedDrafter):
         super().__init__(target, max_nodes=most, verify_ms=verify_ms, sized=self.static is None)
         self.feature_layers = head.feature_layers
         self.token_ids = head.vocabulary.token_ids.to(target.device)
+        self._inside = frozenset(head.vocabulary.token_ids.tolist()) if head.context_vocab else frozenset()
         self._cache: TreeCache | None = None
 
     @classmethod
@@ -158,7 +161,8 @@ class EagleDrafter(SizedDrafter):
         waiting = dict(growing)
         while waiting:
             states = self._run({row: growth.feed for row, growth in waiting.items()})
-            chances = self._chances({row: growth.drafting(states[row]) for row, growth in waiting.items()})
+            memories = {row: growth.context.state for row, growth in waiting.items()}
+            chances = self._chances({row: waiting[row].drafting(some) for row, some in states.items()}, memories)
             for row, growth in waiting.items():
                 growth.extend(states[row], *chances[row], self)
             waiting = {row: growth for row, growth in waiting.items() if not growth.finished}
@@ -168,7 +172,7 @@ class EagleDrafter(SizedDrafter):
         """Return a growth whose first feed is what was committed since the last round, with the target's states."""
         message = context.verification
         if context.state is None:
-            context.state = _Memory()
+            context.state = _Memory(self.token_ids, self._cast(self.parts.output_at(self.token_ids[:0])))
             self.cache.clear(context.row)  # a NaN of an earlier sequence would reach this one through masked slots
         memory: _Memory = context.state
         path = torch.tensor(message.path)
@@ -182,8 +186,19 @@ class EagleDrafter(SizedDrafter):
             )
         start = memory.committed
         memory.committed += len(tokens)
+        if self.head.context_vocab:
+            self._meet(memory, context.tokens if message.is_prompt else tokens)
         feed = _Feed(true, tokens, list(range(start, start + len(tokens))), start, None)
         return _Growth(context, feed, min(self.depth, context.max_depth), memory.committed)
+
+    def _meet(self, memory: _Memory, tokens: Sequence[int]) -> None:
+        """Add what the draft vocabulary lacks of new tokens to what can be drafted in their text."""
+        fresh = [token for token in dict.fromkeys(tokens) if token not in self._inside and token not in memory.met]
+        if fresh:
+            memory.met.update(fresh)
+            more = torch.tensor(fresh, device=self.token_ids.device)
+            memory.token_ids = torch.cat((memory.token_ids, more))
+            memory.output_rows = torch.cat((memory.output_rows, self._cast(self.parts.output_at(more))))
 
     def _run(self, feeds: Mapping[int, _Feed]) -> dict[int, Tensor]:
         """Run the head on some rows' feeds and return the next states, ``{row: [fed, hidden]}``."""
@@ -223,17 +238,27 @@ class EagleDrafter(SizedDrafter):
         output = self.head.step(state, embedded, self.head.rotation.at(positions.to(device)), attend)
         return {row: output[row - first, : len(feed.tokens)] for row, feed in feeds.items()}
 
-    def _chances(self, states: Mapping[int, Tensor]) -> dict[int, tuple[list[list[int]], list[list[float]]]]:
+    def _chances(
+        self, states: Mapping[int, Tensor], memories: Mapping[int, _Memory]
+    ) -> dict[int, tuple[list[list[int]], list[list[float]]]]:
         """Return the likeliest tokens after each state, and their chances, ``{row: ([states][branches], same)}``."""
         logits = self.head.logits(torch.cat(list(states.values())), self._output).float()
+        if self.head.context_vocab:
+            logits = torch.cat((logits, self._context_logits(states, memories)), dim=-1)
         best = logits.softmax(dim=-1).nan_to_num(0).topk(self.branches, dim=-1)  # what is no number is no chance
-        tokens, chances = self.token_ids[best.indices].tolist(), best.values.tolist()
+        chances = best.values.tolist()
         found, at = {}, 0
         for row, rows in states.items():
             end = at + rows.shape[0]
-            found[row] = (tokens[at:end], chances[at:end])
+            found[row] = (memories[row].token_ids[best.indices[at:end]].tolist(), chances[at:end])
             at = end
         return found
+
+    def _context_logits(self, states: Mapping[int, Tensor], memories: Mapping[int, _Memory]) -> Tensor:
+        """Return logits of what each row's text adds to the vocabulary, ``[states, beyond]``; shorter ones padded."""
+        found = [self.head.context_logits(some, memories[row].output_rows) for row, some in states.items()]
+        widest = max(logits.shape[-1] for logits in found)
+        return torch.cat([F.pad(logits, (0, widest - logits.shape[-1]), value=-torch.inf) for logits in found]).float()
 
     def _tree(self, growth: _Growth) -> DraftTree:
         if len(growth.tokens) == 1:
@@ -259,9 +284,15 @@ class _Memory:
     """What is remembered of one sequence.
 
     Attributes:
+        token_ids: that can be drafted: the draft vocabulary, and behind it what the text holds besides.
+        output_rows: of the target's output layer at these others, ``[beyond, hidden]``.
+        met: these others.
         committed: rows of the head's cache that are made from true states; always one fewer than the text's tokens.
     """
 
+    token_ids: Tensor
+    output_rows: Tensor
+    met: set[int] = field(default_factory=set)
     committed: int = 0
 
 

@@ -35,13 +35,17 @@ class EagleHead(nn.Module):
         config: shape; ``hidden_size`` is the target's.
         vocabulary: ids whose rows of the target's output layer are used.
         fc_bias: whether the fusing layer has a bias: yes for Llama-2 and Vicuna heads, no for later ones.
+        context_vocab: whether it can also draft what the text holds already.
     """
 
     feature_layers: tuple[int, ...] = (-1,)
     own_output = False
 
-    def __init__(self, config: LlamaConfig, vocabulary: DraftVocabulary, fc_bias: bool = False) -> None:
+    def __init__(
+        self, config: LlamaConfig, vocabulary: DraftVocabulary, fc_bias: bool = False, context_vocab: bool = False
+    ) -> None:
         super().__init__()
+        self.context_vocab = context_vocab
         self.config, self.vocabulary, self.rotation = config, vocabulary, Rotation(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=fc_bias)
         self.layers = nn.ModuleList([EagleLayer(config)])
@@ -63,3 +67,7 @@ class EagleHead(nn.Module):
     def logits(self, state: Tensor, shared_output: Tensor) -> Tensor:
         """Return ``[..., draft_vocab]`` through the target's output layer."""
         return F.linear(state, shared_output)
+
+    def context_logits(self, state: Tensor, output_rows: Tensor) -> Tensor:
+        """Return ``[..., beyond]`` through other rows of the same layer."""
+        return F.linear(state, output_rows)

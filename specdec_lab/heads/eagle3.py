@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -66,6 +67,7 @@ class Eagle3Head(nn.Module):
         vocabulary: what it can draft.
         feature_layers: the target's hidden states that are fused, in this order.
         target_hidden: width of each of them; ``None``: as the head's own.
+        context_vocab: whether it can also draft what the text holds already; the target has to be as wide as the head.
     """
 
     own_output = True
@@ -76,8 +78,10 @@ class Eagle3Head(nn.Module):
         vocabulary: DraftVocabulary,
         feature_layers: tuple[int, ...],
         target_hidden: int | None = None,
+        context_vocab: bool = False,
     ) -> None:
         super().__init__()
+        self.context_vocab = context_vocab
         self.config, self.vocabulary, self.rotation = config, vocabulary, Rotation(config)
         self.feature_layers = tuple(feature_layers)
         width = len(self.feature_layers) * (target_hidden or config.hidden_size)
@@ -102,3 +106,7 @@ class Eagle3Head(nn.Module):
     def logits(self, state: Tensor, shared_output: Tensor) -> Tensor:
         """Return ``[..., draft_vocab]`` through the head's own norm and output layer."""
         return self.lm_head(self.norm(state))
+
+    def context_logits(self, state: Tensor, output_rows: Tensor) -> Tensor:
+        """Return ``[..., beyond]`` through its norm and rows of the target's output layer, with which its own began."""
+        return F.linear(self.norm(state), output_rows)

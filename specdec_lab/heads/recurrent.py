@@ -29,6 +29,8 @@ class RecurrentHead(Protocol):
         feature_layers: hidden states of the target that ``begin`` reads.
         rotation: of its positions.
         own_output: whether it has an output layer of its own.
+        context_vocab: whether it can also draft what the text holds already, whatever its vocabulary
+            (``docs/decisions/0017-context-vocabulary.md``).
     """
 
     config: LlamaConfig
@@ -36,6 +38,7 @@ class RecurrentHead(Protocol):
     feature_layers: tuple[int, ...]
     rotation: Rotation
     own_output: bool
+    context_vocab: bool
 
     @property
     def attention(self) -> Attention:
@@ -56,6 +59,14 @@ class RecurrentHead(Protocol):
         Args:
             shared_output: the target's output layer at the draft vocabulary, ``[draft_vocab, target hidden]``; not read
                 by a head with an output layer of its own.
+        """
+        ...
+
+    def context_logits(self, state: Tensor, output_rows: Tensor) -> Tensor:
+        """Return ``[..., beyond]`` of states that ``step`` returned, to stand beside their ``logits``.
+
+        Args:
+            output_rows: the target's output layer at ids beyond the draft vocabulary, ``[beyond, target hidden]``.
         """
         ...
 
@@ -86,6 +97,10 @@ class SharedParts:
         if self._vocabulary.is_whole:
             return self._weight
         return self._weight[self._vocabulary.token_ids.to(self._weight.device)].contiguous()
+
+    def output_at(self, token_ids: Tensor) -> Tensor:
+        """Return rows of the output layer, ``[ids, hidden]``."""
+        return self._weight[token_ids.to(self._weight.device)]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return ``[..., hidden]`` in the target's dtype."""

@@ -10,6 +10,7 @@ from heads_at_hand import eagle3_head, eagle_head, every_other
 
 from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.distill.batch import Batch, Example, collate
+from specdec_lab.distill.context import TextContext
 from specdec_lab.distill.learners.recurrent import Eagle3Learner
 from specdec_lab.distill.unrolled import unrolled
 from specdec_lab.drafters.eagle import EagleDrafter
@@ -77,26 +78,29 @@ def chain_by_training_code(
         }
         batch = Batch(batch.ids, batch.supervised, batch.lengths, wide, batch.keys)
         states = list(unrolled(head, drafter.parts, batch, step + 1))[-1]
-        logits = head.logits(
-            states[0, len(text) - 2], drafter.parts.output
-        )  # the last state is not known when drafting
-        drafted.append(int(head.vocabulary.token_ids[logits.argmax()]))
+        state = states[0, len(text) - 2]  # the last one is not known when drafting
+        logits, token_ids = head.logits(state, drafter.parts.output), head.vocabulary.token_ids
+        if head.context_vocab:
+            context = TextContext(torch.tensor([text]), head.vocabulary, drafter.parts)
+            logits, token_ids = context.widened(logits, head, state), torch.cat((token_ids, context.token_ids))
+        drafted.append(int(token_ids[logits.argmax()]))
     return drafted
 
 
 @pytest.mark.parametrize("make", HEADS)
-@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("vocabulary", ["whole", "reduced", "context"])
 @torch.inference_mode()
-def test_drafts_are_those_that_training_simulates(make: Callable, reduced: bool, tiny_target):
+def test_drafts_are_those_that_training_simulates(make: Callable, vocabulary: str, tiny_target):
     """TD-16 and CP-08: a head that is fed one thing in training and another in decoding.
 
     The chain that the engine drafts in every round, with its cache, is the one that the training code gives for the
     same text from scratch.
     """
     target: Target = tiny_target()
-    head = make(target, every_other(target) if reduced else None)
+    head = make(target, None if vocabulary == "whole" else every_other(target))
+    head.context_vocab = vocabulary == "context"
     drafter = watched(target, head, depth=4, width=1, branches=1, min_probability=0.0)
-    decode(target, drafter, [tuple(range(5, 17)), (9, 40, 41)], tokens=14)
+    decode(target, drafter, [tuple(range(5, 17)), (9, 40, 41), tuple(range(11, 127, 3))], tokens=14)
     assert len(drafter.seen) > 8
     for text, tree in drafter.seen:
         assert tree.is_chain
@@ -148,9 +152,25 @@ def test_cache_holds_true_features_whatever_was_accepted(make: Callable, tiny_ta
 
 
 @pytest.mark.parametrize("make", HEADS)
-def test_rows_of_a_batch_draft_as_alone(make: Callable, tiny_target):
+def test_what_a_text_holds_can_be_drafted_in_it(make: Callable, tiny_target):
+    """A reduced vocabulary lacks what is worth copying; another row's text, and a text before, must not lend theirs."""
     target: Target = tiny_target()
-    head = make(target)
+    head, prompts = make(target, every_other(target)), [tuple(range(5, 127, 3)), (9, 40, 41)]
+    head.context_vocab = True
+    drafter = watched(target, head, min_probability=0.0, branches=64, nodes=300)
+    decode(target, drafter, [*prompts, prompts[1]], batch_size=2)
+    odd = [{token for token in tree.tokens[1:] if token % 2} for _, tree in drafter.seen]
+    assert any(len(text) > 40 and said for (text, _), said in zip(drafter.seen, odd, strict=True))
+    for (text, _), said in zip(drafter.seen, odd, strict=True):
+        assert said <= set(text)
+
+
+@pytest.mark.parametrize("make", HEADS)
+@pytest.mark.parametrize("context", [False, True])
+def test_rows_of_a_batch_draft_as_alone(make: Callable, context: bool, tiny_target):
+    target: Target = tiny_target()
+    head = make(target, every_other(target) if context else None)
+    head.context_vocab = context
     prompts = [tuple(range(5, 9)), tuple(range(30, 110)), (7,), tuple(range(60, 71)), tuple(range(11, 90))]
     alone = watched(target, head)
     together = watched(target, head)

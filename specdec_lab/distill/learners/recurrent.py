@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from specdec_lab.distill import losses
 from specdec_lab.distill.batch import Batch, ahead
+from specdec_lab.distill.context import TextContext
 from specdec_lab.distill.copying import carried, carried_states, copy_sources
 from specdec_lab.distill.hits import HitCounter
 from specdec_lab.distill.learner import Learner, Outcome
@@ -56,13 +57,15 @@ class RecurrentLearner(Learner):
         self.head: nn.Module = head
         self._parts = (SharedParts(target, head.vocabulary),)
         self.vocabulary, self.steps, self.decay, self.mix = head.vocabulary, steps, decay, dict(mix)
+        self.context_vocab = head.context_vocab
         self.regression, self.noise, self.copying = regression, noise, copying
         self.offsets = tuple(2 + step for step in range(steps))
 
     def forward(self, batch: Batch) -> Outcome:
         """Return the sums of the losses of all steps."""
         head, parts = self._recurrent(), self._parts[0]
-        teacher = Teacher(batch, parts, self.vocabulary)
+        context = TextContext(batch.ids, self.vocabulary, parts) if self.context_vocab else None
+        teacher = Teacher(batch, parts, self.vocabulary, context)
         counter = HitCounter(batch.supervised)
         total = torch.zeros((), device=batch.ids.device)
         shown: dict[str, Tensor] = {}
@@ -71,6 +74,8 @@ class RecurrentLearner(Learner):
             rows = teacher.at(self.offsets[step])
             drafted = states[rows.marked]
             logits = head.logits(drafted, parts.output.to(drafted.dtype))
+            if context is not None:
+                logits = context.widened(logits, head, drafted, rows.unsaid)
             token = losses.mixed(self.mix, rows.target_probs, logits).sum()
             shown[f"step{step + 1}/token"] = token.detach()
             loss = token
@@ -81,23 +86,29 @@ class RecurrentLearner(Learner):
             total = total + self.decay**step * loss
             counter.count(step + 1, rows.marked, logits, rows.labels)
         if self.copying:
-            carried_loss = self._carried_loss(attend.value, batch)
+            carried_loss = self._carried_loss(attend.value, batch, context)
             shown.update({"copying/where": attend.copy_loss.detach(), "copying/what": carried_loss.detach()})
             total = total + self.copying * (attend.copy_loss + carried_loss)
         return Outcome(total, shown, counter.hits, counter.seen)
 
-    def _carried_loss(self, value: Tensor, batch: Batch) -> Tensor:
+    def _carried_loss(self, value: Tensor, batch: Batch, context: TextContext | None) -> Tensor:
         """Return how badly the copying heads bring back the token that followed a position, in nats."""
         head, parts = self._recurrent(), self._parts[0]
-        following = ahead(self.vocabulary.draft_ids(batch.ids) + 1, 1) - 1
+        draft_ids = self.vocabulary.draft_ids(batch.ids) if context is None else context.draft_ids
+        following = ahead(draft_ids + 1, 1) - 1
         at = carried(following, ahead(batch.supervised, 1))
         states = carried_states(value, head.attention.o_proj.weight)[at]
         logits = head.logits(states, parts.output.to(states.dtype))
+        if context is not None:
+            logits = context.widened(logits, head, states)
         return F.cross_entropy(logits.float(), following[at], reduction="sum")
 
     def coverage(self, batch: Batch) -> float:
-        """Return the share of labels that the draft vocabulary holds."""
-        return covered(self.vocabulary, batch)
+        """Return the share of labels that can be drafted."""
+        if not self.context_vocab:
+            return covered(self.vocabulary, batch)
+        labels = TextContext(batch.ids, self.vocabulary, self._parts[0]).labels[batch.supervised]
+        return float((labels >= 0).float().mean()) if len(labels) else 1.0
 
     def drafter(self, **settings: Any) -> EagleDrafter:
         """Return the strategy with the head as it is now."""
@@ -141,6 +152,7 @@ class EagleLearner(RecurrentLearner):
         regression: weight of the feature loss.
         noise: half-width of uniform noise on the target's states, in standard deviations.
         copying: weight of the attention's loss where a label can be copied, see ``specdec_lab.distill.copying``.
+        context_vocab: whether it can also draft what the text holds already, see ``specdec_lab.distill.context``.
         intermediate_size: of the feed-forward network; ``None``: the target's.
         seed: of the first weights.
     """
@@ -159,11 +171,12 @@ class EagleLearner(RecurrentLearner):
         regression: Annotated[float, Field(ge=0)] = 1.0,
         noise: Annotated[float, Field(ge=0)] = 0.0,
         copying: Annotated[float, Field(ge=0)] = 0.0,
+        context_vocab: bool = False,
         intermediate_size: Annotated[int, Field(ge=1)] | None = None,
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
         vocabulary = chosen_vocabulary(target, counts, draft_vocab)
-        head = EagleHead(layer_config(target, intermediate_size), vocabulary)
+        head = EagleHead(layer_config(target, intermediate_size), vocabulary, context_vocab=context_vocab)
         start_small(head, torch.Generator().manual_seed(seed))
         self.feature_layers = head.feature_layers
         mix = CROSS_ENTROPY if losses is None else losses
@@ -183,6 +196,7 @@ class Eagle3Learner(RecurrentLearner):
         layers: hidden states of the target that are fused; ``None``: 2, n // 2 and n - 3.
         start_output: whether the output layer starts as the target's rows rather than at random.
         copying: weight of the attention's loss where a label can be copied, see ``specdec_lab.distill.copying``.
+        context_vocab: whether it can also draft what the text holds already, see ``specdec_lab.distill.context``.
         intermediate_size: of the feed-forward network; ``None``: the target's.
         seed: of the first weights.
     """
@@ -201,13 +215,14 @@ class Eagle3Learner(RecurrentLearner):
         layers: list[int] | None = None,
         start_output: bool = True,
         copying: Annotated[float, Field(ge=0)] = 0.0,
+        context_vocab: bool = False,
         intermediate_size: Annotated[int, Field(ge=1)] | None = None,
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
         vocabulary = chosen_vocabulary(target, counts, draft_vocab)
         picks = default_feature_layers(target.depth) if layers is None else tuple(layers)
         check_feature_layers(picks, target)
-        head = Eagle3Head(layer_config(target, intermediate_size), vocabulary, picks)
+        head = Eagle3Head(layer_config(target, intermediate_size), vocabulary, picks, context_vocab=context_vocab)
         start_small(head, torch.Generator().manual_seed(seed))
         if start_output:
             with torch.no_grad():

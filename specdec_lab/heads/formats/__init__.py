@@ -125,6 +125,8 @@ def save_head(
         tensors, config = medusa.medusa_files(head, named_target(facts))
     else:
         raise TypeError(f"{type(head).__name__} is no head that has a format")
+    if isinstance(head, EagleHead | Eagle3Head) and head.context_vocab:
+        block[eagle.CONTEXT_VOCAB] = True
     block |= {"kind": kind, "target_vocab_size": head.vocabulary.target_vocab, "facts": dict(facts)}
     config |= {"torch_dtype": str(dtype).removeprefix("torch."), BLOCK: block}
     missing = next(_missing({name: value for name, value in config.items() if name != BLOCK}), None)

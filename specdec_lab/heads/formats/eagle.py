@@ -31,6 +31,8 @@ VARIANTS = {
     "token_map": "the reduced vocabulary of an old server",
 }
 
+CONTEXT_VOCAB = "context_vocab"
+
 PROJECTION_BIAS = "layers.0.self_attn.q_proj.bias"
 
 
@@ -51,7 +53,8 @@ def read_eagle(checkpoint: Checkpoint, target: Target) -> tuple[EagleHead, dict[
     for name, own in copies.items():
         if name in checkpoint.names:
             refuse_other_values(checkpoint, name, own, "use a head that was trained for this target")
-    return hollow(lambda: EagleHead(config, vocabulary, fc_bias)), {name: name for name in names}
+    context = stated_context_vocab(checkpoint)
+    return hollow(lambda: EagleHead(config, vocabulary, fc_bias, context)), {name: name for name in names}
 
 
 def copied_parts(target: Target) -> dict[str, Tensor]:
@@ -88,6 +91,18 @@ def stated_fc_bias(checkpoint: Checkpoint, held: bool) -> bool:
         remedy = f'{CONFIG} has no "bias", which means that there is one; state "bias": false if it was trained so'
         raise checkpoint.refusal(f"the weights hold no fc.bias, and {remedy}")
     return refuse_stated_bias(checkpoint, checkpoint.config, ("bias",), held)
+
+
+def stated_context_vocab(checkpoint: Checkpoint) -> bool:
+    """Return whether a head was trained to draft what the text holds too; only this package states it.
+
+    Raises:
+        InputError: what is stated is neither true nor false.
+    """
+    stated = checkpoint.block.get(CONTEXT_VOCAB, False)
+    if not isinstance(stated, bool):
+        raise checkpoint.refusal(f"{CONTEXT_VOCAB}={stated!r} in {CONFIG} is neither true nor false; mend it")
+    return stated
 
 
 def eagle_files(head: EagleHead) -> tuple[dict[str, Tensor], dict[str, Any]]:

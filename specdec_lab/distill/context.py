@@ -23,29 +23,40 @@ class TextContext:
 
     Args:
         ids: of the texts, ``[rows, tokens]``.
+        lengths: tokens of each row without padding, ``[rows]``.
         vocabulary: what can be drafted anyway.
         parts: of the target.
 
     Attributes:
         token_ids: ascending, ``[beyond]``.
         output_rows: of the target's output layer, ``[beyond, hidden]``.
-        said: whether an id stands at a position or before it, ``[rows, tokens, beyond]``, bool.
         draft_ids: of every token; those of the context start behind the vocabulary, ``[rows, tokens]``.
         labels: the same, and -1 where the token could not be drafted, since it is said for the first time.
     """
 
-    def __init__(self, ids: Tensor, vocabulary: DraftVocabulary, parts: SharedParts) -> None:
-        self.token_ids = vocabulary.beyond(ids)
-        self.output_rows = parts.output_at(self.token_ids)
-        here = ids[:, :, None] == self.token_ids  # [rows, tokens, beyond]
-        self.said = here.cumsum(dim=1) > 0
+    def __init__(self, ids: Tensor, lengths: Tensor, vocabulary: DraftVocabulary, parts: SharedParts) -> None:
+        width = ids.shape[1]
+        at = torch.arange(width, device=ids.device).expand_as(ids)
         known = vocabulary.draft_ids(ids)
-        place = len(vocabulary) + torch.searchsorted(self.token_ids, ids)
-        self.draft_ids = torch.where(known >= 0, known, place)
-        before = self.said.roll(1, dims=1)  # by the token before; nothing is said before the first one
-        before[:, 0] = False
-        again = (here & before).any(dim=-1)
-        self.labels = torch.where((known >= 0) | again, self.draft_ids, -1)
+        new = (known < 0) & (at < lengths.to(ids.device)[:, None])
+        self.token_ids = ids[new].unique()
+        self.output_rows = parts.output_at(self.token_ids)
+        place = torch.searchsorted(self.token_ids, ids)  # of what is not new, anywhere
+        first = at.new_full((len(ids), len(self.token_ids) + 1), width)  # the last column for what is not new
+        where = torch.where(new, place, len(self.token_ids))
+        first.scatter_reduce_(1, where, at, "amin")
+        self._first = first[:, :-1]  # [rows, beyond]: where an id is said first, width where it is not
+        self.draft_ids = torch.where(new, len(vocabulary) + place, known)
+        self.labels = torch.where(new & (first.gather(1, where) == at), -1, self.draft_ids)
+
+    def unsaid(self, marks: Tensor) -> Tensor:
+        """Return which ids a text does not hold up to and with each marked token, ``[marked, beyond]``, bool."""
+        row, at = marks.nonzero(as_tuple=True)
+        return self._first[row] > at[:, None]
+
+    def foreign(self, marks: Tensor) -> Tensor:
+        """Return which ids are nowhere in each marked token's own text, ``[marked, beyond]``, bool."""
+        return self._first[marks.nonzero(as_tuple=True)[0]] == marks.shape[1]
 
     def widened(self, logits: Tensor, head: RecurrentHead, states: Tensor, unsaid: Tensor | None = None) -> Tensor:
         """Return logits with those of the context behind them, ``[labels, draft_vocab + beyond]``.

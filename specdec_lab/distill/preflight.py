@@ -367,7 +367,7 @@ def relative_difference(got: Tensor, wanted: Tensor) -> float:
 
 
 def check_coverage(learner: Learner, examples: Sequence[Example], least: float) -> float:
-    """Return the share of the labels that the draft vocabulary holds, over texts spread evenly over the data.
+    """Return the share of the labels that can be drafted, over texts spread evenly over the data.
 
     Raises:
         InputError: it is less than ``least``.
@@ -381,7 +381,7 @@ def check_coverage(learner: Learner, examples: Sequence[Example], least: float) 
         labels += batch.labels
     share = covered / labels
     if share < least:
-        remedy = f"the draft vocabulary holds {100 * share:.1f} % of the labels; make it larger or lower min_coverage"
+        remedy = f"the head can draft {100 * share:.1f} % of the labels; make head.draft_vocab larger or lower this"
         raise InputError("min_coverage", least, remedy)
     return share
 

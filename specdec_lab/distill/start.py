@@ -61,6 +61,8 @@ def started(
     if not torch.equal(own.token_ids.cpu(), vocabulary.token_ids.cpu()):
         remedy = f"it drafts {len(vocabulary)} ids and this head {len(own)}; give head.draft_vocab={len(vocabulary)}"
         raise InputError(FIELD, source, remedy)
+    if getattr(head, "context_vocab", False) and not learner.context_vocab:
+        raise InputError(FIELD, source, "it drafts what its text holds too; give head.context_vocab=true")
     try:
         learner.begin_at(head)
     except RuntimeError as error:  # load_state_dict names the weights that differ

@@ -33,7 +33,7 @@ class Teacher:
             states = self.states[says].to(parts.output.dtype)
             logits = F.linear(states, parts.output)
             if context is not None:
-                more = F.linear(states, context.output_rows).masked_fill(~context.said[says], -torch.inf)
+                more = F.linear(states, context.output_rows).masked_fill(context.unsaid(says), -torch.inf)
                 logits = torch.cat((logits, more), dim=-1)
             self._probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
             for some in row_chunks(logits):
@@ -42,7 +42,7 @@ class Teacher:
         self._at[says] = torch.arange(int(says.sum()), device=says.device)
         self._ids = batch.ids
         self._draft_labels = vocabulary.draft_ids(batch.ids) if context is None else context.labels
-        self._unsaid = None if context is None else ~context.said[says]
+        self._unsaid = None if context is None else context.unsaid(says)
 
     def at(self, offset: int) -> Rows:
         """Return the teacher for a head that predicts, at position *t*, token *t + offset*.

@@ -88,8 +88,9 @@ class EagleDrafter(SizedDrafter):
         most = 1 + (len(self.static.paths) if self.static else nodes)
         super().__init__(target, max_nodes=most, verify_ms=verify_ms, sized=self.static is None)
         self.feature_layers = head.feature_layers
-        self.token_ids = head.vocabulary.token_ids.to(target.device)
-        self._inside = frozenset(head.vocabulary.token_ids.tolist()) if head.context_vocab else frozenset()
+        self.token_ids: list[int] = head.vocabulary.token_ids.tolist()
+        self._inside = frozenset(self.token_ids)
+        self._context_bytes: dict[int, int] = {}  # by row, of the largest text so far
         self._cache: TreeCache | None = None
 
     @classmethod
@@ -142,10 +143,13 @@ class EagleDrafter(SizedDrafter):
         return self._cache
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes of the head, of its rows of the target's output layer, and of its cache."""
-        weights = sum(weight.numel() * weight.element_size() for weight in self.head.parameters())
+        """Return the bytes of the head, of its rows of the target's output layer, and of its cache.
+
+        Rows for what texts hold are counted as they came to be.
+        """
+        weights = sum(_bytes(weight) for weight in self.head.parameters()) + sum(self._context_bytes.values())
         if not (self.head.own_output or self.head.vocabulary.is_whole):
-            weights += self.parts.output.numel() * self.parts.output.element_size()
+            weights += _bytes(self.parts.output)
         return {"draft_weights": weights, "draft_kv": 0 if self._cache is None else self._cache.bytes}
 
     # --- drafting ---------------------------------------------------------------------------------------------------
@@ -172,7 +176,9 @@ class EagleDrafter(SizedDrafter):
         """Return a growth whose first feed is what was committed since the last round, with the target's states."""
         message = context.verification
         if context.state is None:
-            context.state = _Memory(self.token_ids, self._cast(self.parts.output_at(self.token_ids[:0])))
+            context.state = _Memory(
+                self.token_ids, self._cast(self.parts.output_at(torch.tensor([], dtype=torch.long)))
+            )
             self.cache.clear(context.row)  # a NaN of an earlier sequence would reach this one through masked slots
         memory: _Memory = context.state
         path = torch.tensor(message.path)
@@ -187,18 +193,24 @@ class EagleDrafter(SizedDrafter):
         start = memory.committed
         memory.committed += len(tokens)
         if self.head.context_vocab:
-            self._meet(memory, context.tokens if message.is_prompt else tokens)
+            self._meet(context.row, memory, context.tokens if message.is_prompt else tokens)
         feed = _Feed(true, tokens, list(range(start, start + len(tokens))), start, None)
         return _Growth(context, feed, min(self.depth, context.max_depth), memory.committed)
 
-    def _meet(self, memory: _Memory, tokens: Sequence[int]) -> None:
+    def _meet(self, row: int, memory: _Memory, tokens: Sequence[int]) -> None:
         """Add what the draft vocabulary lacks of new tokens to what can be drafted in their text."""
         fresh = [token for token in dict.fromkeys(tokens) if token not in self._inside and token not in memory.met]
         if fresh:
+            held, needed = len(memory.met), len(memory.met) + len(fresh)
+            rows = self._cast(self.parts.output_at(torch.tensor(fresh)))
+            if needed > len(memory.output_rows):  # twice as many, so that a long answer seldom moves them
+                room = rows.new_empty(2 * needed, rows.shape[1])
+                room[:held] = memory.output_rows[:held]
+                memory.output_rows = room
+            memory.output_rows[held:needed] = rows
+            memory.token_ids = [*memory.token_ids, *fresh]
             memory.met.update(fresh)
-            more = torch.tensor(fresh, device=self.token_ids.device)
-            memory.token_ids = torch.cat((memory.token_ids, more))
-            memory.output_rows = torch.cat((memory.output_rows, self._cast(self.parts.output_at(more))))
+            self._context_bytes[row] = max(self._context_bytes.get(row, 0), _bytes(memory.output_rows))
 
     def _run(self, feeds: Mapping[int, _Feed]) -> dict[int, Tensor]:
         """Run the head on some rows' feeds and return the next states, ``{row: [fed, hidden]}``."""
@@ -244,21 +256,33 @@ class EagleDrafter(SizedDrafter):
         """Return the likeliest tokens after each state, and their chances, ``{row: ([states][branches], same)}``."""
         logits = self.head.logits(torch.cat(list(states.values())), self._output).float()
         if self.head.context_vocab:
-            logits = torch.cat((logits, self._context_logits(states, memories)), dim=-1)
-        best = logits.softmax(dim=-1).nan_to_num(0).topk(self.branches, dim=-1)  # what is no number is no chance
-        chances = best.values.tolist()
+            by_row = zip(states.items(), logits.split([len(some) for some in states.values()]), strict=True)
+            best = [self._best(own, some, memories[row]) for (row, some), own in by_row]
+        else:
+            best = [self._best(logits)]
+        indices = torch.cat([one for one, _ in best]).tolist()
+        chances = torch.cat([one for _, one in best]).tolist()
         found, at = {}, 0
-        for row, rows in states.items():
-            end = at + rows.shape[0]
-            found[row] = (memories[row].token_ids[best.indices[at:end]].tolist(), chances[at:end])
+        for row, some in states.items():
+            end, ids = at + len(some), memories[row].token_ids
+            found[row] = ([[ids[index] for index in line] for line in indices[at:end]], chances[at:end])
             at = end
         return found
 
-    def _context_logits(self, states: Mapping[int, Tensor], memories: Mapping[int, _Memory]) -> Tensor:
-        """Return logits of what each row's text adds to the vocabulary, ``[states, beyond]``; shorter ones padded."""
-        found = [self.head.context_logits(some, memories[row].output_rows) for row, some in states.items()]
-        widest = max(logits.shape[-1] for logits in found)
-        return torch.cat([F.pad(logits, (0, widest - logits.shape[-1]), value=-torch.inf) for logits in found]).float()
+    def _best(
+        self, logits: Tensor, states: Tensor | None = None, memory: _Memory | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return places and chances of the likeliest tokens, ``[states, branches]`` each.
+
+        Args:
+            logits: on the draft vocabulary, ``[states, draft_vocab]``.
+            states: one text's, ``[states, hidden]``, with ``memory``, where what the text holds can be drafted too.
+        """
+        if states is not None and memory is not None:
+            more = self.head.context_logits(states, memory.output_rows[: len(memory.met)])
+            logits = torch.cat((logits, more.float()), dim=-1)
+        best = logits.softmax(dim=-1).nan_to_num(0).topk(self.branches, dim=-1)  # what is no number is no chance
+        return best.indices, best.values
 
     def _tree(self, growth: _Growth) -> DraftTree:
         if len(growth.tokens) == 1:
@@ -275,6 +299,10 @@ class EagleDrafter(SizedDrafter):
         return values.to(next(self.head.parameters()).dtype)
 
 
+def _bytes(values: Tensor) -> int:
+    return values.numel() * values.element_size()
+
+
 ALONE = 64
 """A feed of more tokens than this, which is a prompt, runs by itself."""
 
@@ -285,12 +313,12 @@ class _Memory:
 
     Attributes:
         token_ids: that can be drafted: the draft vocabulary, and behind it what the text holds besides.
-        output_rows: of the target's output layer at these others, ``[beyond, hidden]``.
+        output_rows: of the target's output layer at these others, with room for more, ``[room, hidden]``.
         met: these others.
         committed: rows of the head's cache that are made from true states; always one fewer than the text's tokens.
     """
 
-    token_ids: Tensor
+    token_ids: list[int]
     output_rows: Tensor
     met: set[int] = field(default_factory=set)
     committed: int = 0

@@ -69,11 +69,6 @@ class DraftVocabulary:
         """Return draft ids of target ids, -1 for those that are not in; any shape."""
         return self._draft_ids.to(token_ids.device)[token_ids]
 
-    def beyond(self, token_ids: Tensor) -> Tensor:
-        """Return those of some target ids that are not in, each once and ascending, ``[beyond]``; from any shape."""
-        found = token_ids.flatten().unique()
-        return found[self.draft_ids(found) < 0]
-
     def scatter(self, values: Tensor, fill: float) -> Tensor:
         """Return values per draft id ``[..., draft_vocab]`` at their target ids, ``[..., target_vocab]``.
 

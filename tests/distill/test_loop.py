@@ -139,7 +139,9 @@ def test_a_checkpoint_without_a_setting_of_today_goes_on_with_its_default(tmp_pa
         run(tmp_path, before=kill_at(9))
     with pytest.raises(InputError, match=r"repeats=2 \(was 0\)"):
         run(tmp_path, resume=True, identity={"repeats": 2})
-    result, _, _ = run(tmp_path, resume=True, identity={"repeats": 0})
+    with pytest.raises(InputError, match=r"head.context_vocab=True \(was False\)"):
+        run(tmp_path, resume=True, identity={"head": {"context_vocab": True}})
+    result, _, _ = run(tmp_path, resume=True, identity={"repeats": 0, "head": {"context_vocab": False}})
     assert not result.interrupted
 
 

@@ -21,7 +21,8 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from specdec_lab import conf
-from specdec_lab.distill.train_command import plan_training
+from specdec_lab.distill.batch import Example
+from specdec_lab.distill.train_command import plan_training, texts_to_learn
 from specdec_lab.distill.train_settings import TrainSettings
 from specdec_lab.errors import InputError
 from specdec_lab.heads.facts import training_seeds
@@ -210,6 +211,24 @@ def test_repeats_are_learnt_on_request(command, data: Path):
     code, _, err = command("data.repeats=0", "epochs=1", "resume=true")
     assert code == 1
     assert "repeats" in err
+
+
+@pytest.mark.usefixtures("_hydra")
+@pytest.mark.parametrize("context", [False, True])
+def test_repeats_hold_what_the_head_can_draft(context: bool, data: Path, monkeypatch: pytest.MonkeyPatch):
+    """Labels that cannot be drafted teach nothing; a head that drafts what its text holds can draft any of them."""
+    monkeypatch.chdir(data)
+    job = plan_training(
+        composed("head=eagle", "head.draft_vocab=9", f"head.context_vocab={context}", "data.repeats=20")
+    )
+    target = job.load_target()
+    ids = tuple(range(40, 60))
+    learner = job.make_learner(target, torch.bincount(torch.tensor(ids), minlength=target.vocab_size))
+    texts = texts_to_learn(job, learner, [Example("1/0/0", ids, (True,) * len(ids))])[1:]
+    said = [token for text in texts for token, mark in zip(text.ids, text.supervised, strict=True) if mark]
+    inside = float((learner.vocabulary.draft_ids(torch.tensor(said)) >= 0).double().mean())
+    assert len(texts) == 20
+    assert inside < 0.5 if context else inside > 0.5  # some merge with others into tokens of neither kind
 
 
 def test_a_head_that_goes_on_is_told_of_its_order(command, data: Path):

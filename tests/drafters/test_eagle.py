@@ -42,16 +42,18 @@ class Watched(EagleDrafter):
     """Remembers what it proposed for which text."""
 
     seen: list[tuple[tuple[int, ...], DraftTree]]
+    draftable: list[list[int]]
 
     def propose_batch(self, contexts):
         trees = super().propose_batch(contexts)
         self.seen.extend((tuple(context.tokens), tree) for context, tree in zip(contexts, trees, strict=True))
+        self.draftable.extend(context.state.token_ids for context in contexts)
         return trees
 
 
 def watched(target: Target, head, **settings) -> Watched:
     drafter = Watched(target, head=head, verify_ms=FLAT, **settings)
-    drafter.seen = []
+    drafter.seen, drafter.draftable = [], []
     return drafter
 
 
@@ -81,7 +83,7 @@ def chain_by_training_code(
         state = states[0, len(text) - 2]  # the last one is not known when drafting
         logits, token_ids = head.logits(state, drafter.parts.output), head.vocabulary.token_ids
         if head.context_vocab:
-            context = TextContext(torch.tensor([text]), head.vocabulary, drafter.parts)
+            context = TextContext(torch.tensor([text]), torch.tensor([len(text)]), head.vocabulary, drafter.parts)
             logits, token_ids = context.widened(logits, head, state), torch.cat((token_ids, context.token_ids))
         drafted.append(int(token_ids[logits.argmax()]))
     return drafted
@@ -155,14 +157,35 @@ def test_cache_holds_true_features_whatever_was_accepted(make: Callable, tiny_ta
 def test_what_a_text_holds_can_be_drafted_in_it(make: Callable, tiny_target):
     """A reduced vocabulary lacks what is worth copying; another row's text, and a text before, must not lend theirs."""
     target: Target = tiny_target()
-    head, prompts = make(target, every_other(target)), [tuple(range(5, 127, 3)), (9, 40, 41)]
+    head, prompts = make(target, every_other(target)).bfloat16(), [tuple(range(5, 127, 3)), (9, 40, 41)]
     head.context_vocab = True
     drafter = watched(target, head, min_probability=0.0, branches=64, nodes=300)
+    before = drafter.memory_bytes()["draft_weights"]
     decode(target, drafter, [*prompts, prompts[1]], batch_size=2)
     odd = [{token for token in tree.tokens[1:] if token % 2} for _, tree in drafter.seen]
     assert any(len(text) > 40 and said for (text, _), said in zip(drafter.seen, odd, strict=True))
-    for (text, _), said in zip(drafter.seen, odd, strict=True):
+    for (text, _), said, draftable in zip(drafter.seen, odd, drafter.draftable, strict=True):
         assert said <= set(text)
+        assert set(draftable) == {
+            *head.vocabulary.token_ids.tolist(),
+            *text,
+        }  # what was said later, and the first token
+        assert len(draftable) == len(set(draftable))
+    assert drafter.memory_bytes()["draft_weights"] > before
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_a_head_that_gives_no_numbers_drafts_what_does_not_matter(context: bool, tiny_target):
+    """A broken head must not end a batch: what is no number has no chance, whatever the other rows can draft."""
+    target: Target = tiny_target()
+    head = eagle_head(target, every_other(target))
+    head.context_vocab = context
+    prompts = [(9, 40, 41), tuple(range(5, 127, 3)), (8, 7)]
+    expected = decode(target, watched(target, head), prompts, batch_size=3)
+    with torch.no_grad():
+        head.fc.weight.fill_(float("nan"))
+    found = decode(target, watched(target, head), prompts, batch_size=3)
+    assert [one.output_ids for one in found] == [one.output_ids for one in expected]
 
 
 @pytest.mark.parametrize("make", HEADS)

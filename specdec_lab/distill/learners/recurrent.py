@@ -64,7 +64,7 @@ class RecurrentLearner(Learner):
     def forward(self, batch: Batch) -> Outcome:
         """Return the sums of the losses of all steps."""
         head, parts = self._recurrent(), self._parts[0]
-        context = TextContext(batch.ids, self.vocabulary, parts) if self.context_vocab else None
+        context = self._context(batch)
         teacher = Teacher(batch, parts, self.vocabulary, context)
         counter = HitCounter(batch.supervised)
         total = torch.zeros((), device=batch.ids.device)
@@ -100,15 +100,19 @@ class RecurrentLearner(Learner):
         states = carried_states(value, head.attention.o_proj.weight)[at]
         logits = head.logits(states, parts.output.to(states.dtype))
         if context is not None:
-            logits = context.widened(logits, head, states)
+            logits = context.widened(logits, head, states, context.foreign(at))
         return F.cross_entropy(logits.float(), following[at], reduction="sum")
 
     def coverage(self, batch: Batch) -> float:
         """Return the share of labels that can be drafted."""
-        if not self.context_vocab:
+        context = self._context(batch)
+        if context is None:
             return covered(self.vocabulary, batch)
-        labels = TextContext(batch.ids, self.vocabulary, self._parts[0]).labels[batch.supervised]
-        return float((labels >= 0).float().mean()) if len(labels) else 1.0
+        labels = context.labels[batch.supervised]
+        return float((labels >= 0).double().mean()) if len(labels) else 1.0
+
+    def _context(self, batch: Batch) -> TextContext | None:
+        return TextContext(batch.ids, batch.lengths, self.vocabulary, self._parts[0]) if self.context_vocab else None
 
     def drafter(self, **settings: Any) -> EagleDrafter:
         """Return the strategy with the head as it is now."""

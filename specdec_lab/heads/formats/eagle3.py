@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec_lab.errors import InputError
 from specdec_lab.heads.eagle3 import Eagle3Head, default_feature_layers
 from specdec_lab.heads.formats.checks import DERIVED, hollow, refuse_other_values, refuse_variant
-from specdec_lab.heads.formats.eagle import CONTEXT_VOCAB, copied_parts, stated_context_vocab
+from specdec_lab.heads.formats.eagle import copied_parts, stated_context_vocab
 from specdec_lab.heads.formats.files import BLOCK, CONFIG, Checkpoint
 from specdec_lab.heads.formats.layer import layer_fields, read_layer, refuse_stated_bias
 from specdec_lab.heads.formats.vocabularies import both_tensors, read_vocabulary
@@ -111,9 +111,6 @@ def read_eagle3_with(
         remedy = "a head with an embedding of its own is not supported"
         refuse_other_values(checkpoint, embedding, copied_parts(target)[embedding], remedy)
     context = stated_context_vocab(checkpoint)
-    if context and config.hidden_size != target.hidden_size:
-        remedy = f"{CONTEXT_VOCAB}=true in {CONFIG} needs a head as wide as the target, and it has"
-        raise checkpoint.refusal(f"{remedy} hidden_size={config.hidden_size}, not {target.hidden_size}")
     return hollow(lambda: Eagle3Head(config, vocabulary, layers, target.hidden_size, context)), names
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specdec_lab.distill.batch import Batch
+from specdec_lab.distill.batch import Batch, Example
 from specdec_lab.drafters.base import Drafter
 from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.target import Target
@@ -69,6 +69,9 @@ class Learner(nn.Module, ABC):
     def target(self) -> Target:
         """The teacher."""
         return self._target[0]
+
+    def count_in(self, examples: Sequence[Example]) -> None:
+        """Take from the training texts what the head keeps of them beside its weights: nothing, by default."""
 
     def tables(self) -> list[nn.Module]:
         """Return the embeddings and output layers of the head's own, whose weights have a row per token."""

@@ -231,6 +231,7 @@ def make_learner(
             else:
                 learner, origin = started(job.make_learner, job.kind, job.settings.start, target)
             learner.head.to(target.device)
+            learner.count_in(examples)
             return learner, origin
         except InputError as error:
             field = error.field if error.field == START else f"head.{error.field}"

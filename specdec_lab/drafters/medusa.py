@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import Field
 
@@ -17,7 +19,8 @@ from specdec_lab.heads.medusa import MedusaHeads
 from specdec_lab.heads.published_trees import published_tree
 from specdec_lab.heads.recurrent import SharedParts
 from specdec_lab.heads.shipped import SHIPPED, head_source
-from specdec_lab.rank_trees import RankTree, best_paths, rank_tree, tree_from_accuracy, tree_of
+from specdec_lab.heads.transitions import likeliest
+from specdec_lab.rank_trees import RankTree, rank_tree, tree_from_accuracy
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree
 
@@ -29,7 +32,8 @@ class MedusaDrafter(SizedDrafter):
 
     Head *h* guesses the token *h + 1* places after the last committed one. A path through the heads' choices is worth
     the product of their probabilities. Deviation: by default the tree is grown anew in each round from these products,
-    where the paper's is static; static trees are a parameter.
+    where the paper's is static; static trees are a parameter. Heads that were trained beside ``Transitions`` guess
+    together with them, so that a token's chance depends on the draft before it.
 
     Args:
         head: folder or hub id of the heads; ``shipped`` for those of the default target.
@@ -66,6 +70,7 @@ class MedusaDrafter(SizedDrafter):
         super().__init__(target, max_nodes=most, verify_ms=verify_ms, sized=self.static is None)
         self.nodes = nodes
         self.feature_layers = head.feature_layers
+        self.token_ids: list[int] = head.vocabulary.token_ids.tolist()
 
     @classmethod
     def check_parameters(
@@ -97,6 +102,8 @@ class MedusaDrafter(SizedDrafter):
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of the heads and of their rows of the output layer."""
         weights = sum(weight.numel() * weight.element_size() for weight in self.heads.parameters())
+        if self.heads.transitions is not None:
+            weights += self.heads.transitions.bytes
         rows = 0 if self.heads.vocabulary.is_whole else self.parts.output.numel() * self.parts.output.element_size()
         return {"draft_weights": weights + rows, "draft_kv": 0}
 
@@ -111,38 +118,83 @@ class MedusaDrafter(SizedDrafter):
         hidden = torch.stack([message.features[-1][message.path[-1]] for message in messages])  # [rows, hidden]
         dtype = next(self.heads.parameters()).dtype
         logits = self.heads.logits(hidden.to(dtype), self.parts.output.to(dtype)).float()  # [rows, heads, draft_vocab]
-        best = logits.softmax(dim=-1).topk(self.branches, dim=-1)  # [rows, heads, branches]
-        ids = self.heads.vocabulary.token_ids.to(best.indices.device)[best.indices].tolist()
-        trees = []
-        for context, tokens, chances in zip(contexts, ids, best.values.tolist(), strict=True):
-            depth = min(self.heads.heads, context.max_depth)
-            trees.append(self._tree(context.tokens[-1], self._ranks(chances, depth), tokens, chances))
-        return trees
+        laws = logits.softmax(dim=-1).nan_to_num(0)  # what is no number is no chance
+        ranked = self.branches if self.heads.transitions is None else min(RANKED * self.branches, laws.shape[-1])
+        best = laws.topk(ranked, dim=-1)  # [rows, heads, ranked]
+        draft_ids, chances = best.indices.cpu().numpy(), best.values.cpu().numpy()
+        held = chances if self.heads.transitions is None else laws.cpu().numpy()
+        return [
+            self._tree(context, _Guesses(self, held[row], draft_ids[row], chances[row]))
+            for row, context in enumerate(contexts)
+        ]
 
-    def _ranks(self, chances: Sequence[Sequence[float]], depth: int) -> RankTree:
-        """Return the ranks to draft in this round."""
-        if self.static is not None:
-            return self.static.within(depth)
-        best = best_paths(chances[:depth], self.nodes)
-        cost = self.verify_cost
-        worth = len(best) if cost is None else max(1, cost.worth([value for value, _ in best]))
-        return tree_of(path for _, path in best[:worth])
-
-    def _tree(
-        self, root: int, ranks: RankTree, tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]]
-    ) -> DraftTree:
-        """Put tokens in the place of ranks; nothing is drafted after an EOS."""
+    def _tree(self, context: DraftContext, guesses: _Guesses) -> DraftTree:
+        """Put tokens in the place of ranks, or grow the tree; nothing is drafted after an EOS."""
+        depth = min(self.heads.heads, context.max_depth)
+        if self.static is None:
+            return self._grown(context.tokens[-1], depth, guesses)
         place: dict[tuple[int, ...], int] = {(): 0}
-        made, parents, sure = [root], [-1], [1.0]
-        for path in ranks.paths:
+        made, parents, sure = [context.tokens[-1]], [-1], [1.0]
+        for path in self.static.within(depth).paths:
             parent = place.get(path[:-1])
             if parent is None or (parent and made[parent] in self.target.eos_ids):
                 continue
+            token, chance = guesses.after(made[parent], len(path))[path[-1]]
             place[path] = len(made)
-            made.append(tokens[len(path) - 1][path[-1]])
+            made.append(token)
             parents.append(parent)
-            sure.append(sure[parent] * chances[len(path) - 1][path[-1]])
+            sure.append(sure[parent] * chance)
         return DraftTree(tuple(made), tuple(parents), confidence=tuple(sure))
+
+    def _grown(self, root: int, depth: int, guesses: _Guesses) -> DraftTree:
+        """Return the nodes of the highest products of chances, as many as a verify forward is worth."""
+        made, parents, depths, sure = [root], [-1], [0], [1.0]
+        frontier: list[tuple[float, int, int, int]] = []  # (minus value, order, token, parent)
+        order = 0
+        newest = 0
+        while len(made) <= self.nodes:
+            if depths[newest] < depth and (not newest or made[newest] not in self.target.eos_ids):
+                for token, chance in guesses.after(made[newest], depths[newest] + 1):
+                    heapq.heappush(frontier, (-sure[newest] * chance, order, token, newest))
+                    order += 1
+            if not frontier:
+                break
+            value, _, token, parent = heapq.heappop(frontier)
+            newest = len(made)
+            made.append(token)
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+            sure.append(-value)
+        cost = self.verify_cost
+        kept = len(made) if cost is None else 1 + max(1, cost.worth(sure[1:]))
+        return DraftTree(tuple(made[:kept]), tuple(parents[:kept]), confidence=tuple(sure[:kept]))
+
+
+class _Guesses:
+    """What the heads guess in one round: the children of any draft."""
+
+    def __init__(self, drafter: MedusaDrafter, laws: np.ndarray, draft_ids: np.ndarray, chances: np.ndarray) -> None:
+        self._laws, self._draft_ids, self._transitions = laws, draft_ids, drafter.heads.transitions
+        self._token_ids, self._count = drafter.token_ids, drafter.branches
+        self._alone = [list(zip(*one, strict=True)) for one in zip(draft_ids.tolist(), chances.tolist(), strict=True)]
+        self._known: dict[tuple[int, int], list[tuple[int, float]]] = {}
+
+    def after(self, token: int, depth: int) -> list[tuple[int, float]]:
+        """Return the likeliest tokens after a token, at a depth from 1, with their chances, the best first."""
+        if self._transitions is None:
+            token = -1  # whatever it is
+        if (token, depth) not in self._known:
+            if self._transitions is None:
+                found = self._alone[depth - 1][: self._count]
+            else:
+                law, best = self._laws[depth - 1], self._draft_ids[depth - 1]
+                found = likeliest(law, best, self._transitions.after(token), self._count)
+            self._known[token, depth] = [(self._token_ids[draft_id], chance) for draft_id, chance in found]
+        return self._known[token, depth]
+
+
+RANKED = 8
+"""A head's likeliest tokens that are looked at beside those that have followed the token before, per branch."""
 
 
 def check_head(kind: Kind, head: object, revision: str | None) -> None:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specdec_lab.heads.transitions import Transitions
 from specdec_lab.heads.vocabulary import DraftVocabulary
 
 
@@ -35,6 +36,9 @@ class MedusaHeads(nn.ModuleList):
         heads: how many.
         blocks: residual blocks per head, each with weights of its own.
         own_output: whether each head has an output layer of its own; otherwise they share the target's.
+
+    Attributes:
+        transitions: which tokens follow which, for heads that were trained beside that; their laws alone are no drafts.
     """
 
     feature_layers: tuple[int, ...] = (-1,)
@@ -51,6 +55,7 @@ class MedusaHeads(nn.ModuleList):
         super().__init__(one() for _ in range(heads))
         self.hidden_size, self.vocabulary = hidden_size, vocabulary
         self.heads, self.blocks, self.own_output = heads, blocks, own_output
+        self.transitions: Transitions | None = None
 
     def state(self, at: int, hidden: Tensor) -> Tensor:
         """Return what one head makes of the target's last hidden states, ``[..., hidden]``."""

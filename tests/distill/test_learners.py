@@ -23,6 +23,7 @@ from specdec_lab.target import Target
 
 SETTINGS: dict[str, tuple[type[Learner], dict[str, Any]]] = {
     "medusa": (MedusaLearner, {"heads": 2, "blocks": 3, "own_output": True}),
+    "medusa, transitions": (MedusaLearner, {"heads": 2, "blocks": 3, "own_output": True, "transitions": 0.7}),
     "eagle": (EagleLearner, {"regression": 0.1, "steps": 2}),
     "eagle3": (Eagle3Learner, {"layers": [0, 1, 2], "steps": 2}),
     "eagle, context": (EagleLearner, {"regression": 0.1, "steps": 2, "draft_vocab": 40, "context_vocab": True}),
@@ -33,6 +34,7 @@ SETTINGS: dict[str, tuple[type[Learner], dict[str, Any]]] = {
 _CHAIN = {"width": 1, "branches": 1, "depth": 2, "min_probability": 0.0}
 CHAINS: dict[str, dict[str, Any]] = {
     "medusa": {"tree": [[0], [0, 0]]},
+    "medusa, transitions": {"tree": [[0], [0, 0]]},
     "eagle": _CHAIN,
     "eagle3": _CHAIN,
     "eagle, context": _CHAIN,
@@ -56,7 +58,9 @@ def greedy_examples(target: Target, count: int = 8, tokens: int = 20) -> list[Ex
 def made(kind: str, target: Target, examples: list[Example]) -> Learner:
     learner_class, settings = SETTINGS[kind]
     counts = torch.bincount(torch.tensor([i for e in examples for i in e.ids]), minlength=target.vocab_size)
-    return learner_class(target, counts, **{"draft_vocab": None, **settings})  # pyright: ignore[reportCallIssue]
+    learner = learner_class(target, counts, **{"draft_vocab": None, **settings})  # pyright: ignore[reportCallIssue]
+    learner.count_in(examples)
+    return learner
 
 
 def trained(kind: str, target: Target, examples: list[Example], folder: Path) -> tuple[Learner, dict[str, float]]:
@@ -88,8 +92,11 @@ def test_eight_texts_can_be_learnt_by_heart(kind: str, tiny_target, tmp_path: Pa
     target: Target = tiny_target()
     examples = greedy_examples(target)
     learner, row = trained(kind, target, examples, tmp_path)
-    context = kind.endswith("context")  # a token that is neither in the vocabulary nor said before cannot be drafted
-    assert row["accuracy/depth1/top1"] > (0.75 if kind == "medusa" or context else 0.9)  # Medusa: sees one token less
+    # Medusa sees one token less; what is neither in a vocabulary nor said before cannot be drafted; the law of a model of
+    # random weights is flat, and a head beside pairs has to learn it in spite of them.
+    others = {"medusa": (0.75, 1.8), "medusa, transitions": (0.55, 1.5)}
+    first, real = (0.75, 1.8) if kind.endswith("context") else others.get(kind, (0.9, 2.2))
+    assert row["accuracy/depth1/top1"] > first
     right = Recorder()
     monkeypatch.setattr(sys.modules[type(learner).__module__], "HitCounter", right)
     batch = OnlineFeatures(target, learner.feature_layers).batch(examples)
@@ -110,7 +117,7 @@ def test_eight_texts_can_be_learnt_by_heart(kind: str, tiny_target, tmp_path: Pa
             gained = min(chain + 1, end - text)
             emitted, rounds, text = emitted + gained, rounds + 1, text + gained
     assert row["real_acceptance_length"] == pytest.approx(emitted / rounds)
-    assert row["real_acceptance_length"] > (1.8 if kind == "medusa" or context else 2.2)
+    assert row["real_acceptance_length"] > real
 
 
 class Recorder:

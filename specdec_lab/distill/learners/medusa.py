@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specdec_lab.distill import losses as token_losses
-from specdec_lab.distill.batch import Batch
+from specdec_lab.distill.batch import Batch, Example, ahead
 from specdec_lab.distill.hits import HitCounter
 from specdec_lab.distill.learner import Learner, Outcome
 from specdec_lab.distill.learners.recurrent import CROSS_ENTROPY, chosen_vocabulary, covered
@@ -20,6 +20,7 @@ from specdec_lab.drafters.medusa import MedusaDrafter
 from specdec_lab.heads.formats import save_head
 from specdec_lab.heads.medusa import MedusaHeads
 from specdec_lab.heads.recurrent import SharedParts
+from specdec_lab.heads.transitions import Transitions
 from specdec_lab.target import Target
 
 
@@ -35,6 +36,8 @@ class MedusaLearner(Learner):
         draft_vocab: ids they can draft, the most frequent labels; ``None``: all.
         decay: weight of a head over the one before.
         losses: weights of token losses.
+        transitions: weight of which tokens follow which in the training texts, see ``specdec_lab.heads.transitions``;
+            the heads then learn what that does not say. 0: heads alone, as in the paper.
     """
 
     kind = "medusa"
@@ -50,8 +53,10 @@ class MedusaLearner(Learner):
         draft_vocab: Annotated[int, Field(ge=1)] | None = 8192,
         decay: Annotated[float, Field(gt=0, le=1)] = 0.8,
         losses: dict[str, float] | None = None,
+        transitions: Annotated[float, Field(ge=0, le=2)] = 0.0,
     ) -> None:
         super().__init__(target)
+        self.transitions = transitions
         self.mix = dict(CROSS_ENTROPY if losses is None else losses)
         token_losses.check_mix(self.mix)
         self.vocabulary = chosen_vocabulary(target, counts, draft_vocab)
@@ -64,6 +69,12 @@ class MedusaLearner(Learner):
         self.head: nn.Module = made
         self.decay, self.feature_layers = decay, made.feature_layers
         self.offsets = tuple(2 + head for head in range(heads))
+
+    def count_in(self, examples: Sequence[Example]) -> None:
+        """Count which tokens follow which in the labels of the training texts."""
+        if self.transitions:
+            texts = ((example.ids, example.supervised) for example in examples)
+            self._heads().transitions = Transitions.counted(texts, self.vocabulary, self.transitions)
 
     def forward(self, batch: Batch) -> Outcome:
         """Return the sums of the losses of all heads."""
@@ -80,6 +91,8 @@ class MedusaLearner(Learner):
         for at, offset in enumerate(self.offsets):
             rows = teacher.at(offset)
             logits = heads.one(at, hidden[rows.marked], parts.output)
+            if heads.transitions is not None:
+                logits = logits + heads.transitions.log_factors(ahead(batch.ids, offset - 1)[rows.marked])
             loss = token_losses.mixed(self.mix, rows.target_probs, logits).sum()
             shown[f"head{at + 1}/token"] = loss.detach()
             total = total + self.decay**at * loss

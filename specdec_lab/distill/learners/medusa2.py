@@ -59,6 +59,7 @@ class Medusa2Learner(MedusaLearner):
         draft_vocab: Annotated[int, Field(ge=1)] | None = 8192,
         decay: Annotated[float, Field(gt=0, le=1)] = 0.8,
         losses: dict[str, float] | None = None,
+        transitions: Annotated[float, Field(ge=0, le=2)] = 0.0,
     ) -> None:
         super().__init__(
             target,
@@ -69,6 +70,7 @@ class Medusa2Learner(MedusaLearner):
             draft_vocab=draft_vocab,
             decay=decay,
             losses=losses,
+            transitions=transitions,
         )
         self.heads_weight = heads_weight
         self.head = nn.ModuleDict({"heads": self.head, ADAPTER: Adapter(target.model, rank, scale)})

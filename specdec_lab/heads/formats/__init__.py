@@ -123,6 +123,7 @@ def save_head(
     elif isinstance(head, MedusaHeads):
         kind = "medusa"
         tensors, config = medusa.medusa_files(head, named_target(facts))
+        block |= medusa.own_fields(head)
     else:
         raise TypeError(f"{type(head).__name__} is no head that has a format")
     if isinstance(head, EagleHead | Eagle3Head) and head.context_vocab:

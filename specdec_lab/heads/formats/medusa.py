@@ -7,7 +7,8 @@ Medusa-2       a whole base model with the first version's tensors under ``medus
 =============  =======================================================================================================
 
 Heads and blocks are counted in the weights: published configurations state other numbers. An extension of this package
-is ``d2t``, the offsets of a reduced vocabulary, as EAGLE-3 has them.
+is ``d2t``, the offsets of a reduced vocabulary, as EAGLE-3 has them; another are pairs of tokens that follow each other
+(``transitions.``), beside which heads may have been trained.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from specdec_lab.heads.formats.checks import hollow, refuse_other_values, refuse
 from specdec_lab.heads.formats.files import CONFIG, Checkpoint
 from specdec_lab.heads.formats.vocabularies import offset_tensors, read_vocabulary
 from specdec_lab.heads.medusa import MedusaHeads
+from specdec_lab.heads.transitions import Transitions
+from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.target import Target
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -31,6 +34,12 @@ TENSOR = re.compile(r"(?P<prefix>medusa_heads?\.)?(?P<name>(?P<head>\d+)\.(?P<pa
 
 BASE = re.compile(r"model\.\w.*|lm_head\.weight")
 """Tensors of the base model that a Medusa-2 checkpoint holds beside its heads."""
+
+PAIRS, PARTS = "transitions.", ("previous", "following", "counts")
+"""Tensors of which tokens follow which, see ``specdec_lab.heads.transitions``."""
+
+WEIGHT, MOST_WEIGHT = "transitions", 2
+"""Field of what their ratios are raised to."""
 
 VARIANTS = {"blocks.": "the layout of an old server, without published trees", "token_map": "that layout's vocabulary"}
 
@@ -55,14 +64,40 @@ def read_medusa(checkpoint: Checkpoint, target: Target) -> tuple[MedusaHeads, di
             names[found["name"]] = stored
             prefixed = prefixed or found["prefix"] is not None
     base = [name for name in others if BASE.fullmatch(name)] if prefixed else []
-    unexpected = [name for name in others if name not in base and name != "d2t"]
+    unexpected = [name for name in others if name not in base and name != "d2t" and not name.startswith(PAIRS)]
     if unexpected:
         raise checkpoint.refusal(f"the weights hold {listed(unexpected, most=3)}, which Medusa heads do not have")
     refuse_other_base(checkpoint, base, target)
     heads, blocks, own_output = counted(checkpoint, list(names))
     rows = checkpoint.shape(names[f"0.{blocks}.weight"])[0] if own_output else None
     vocabulary = read_vocabulary(checkpoint, rows, target)
-    return hollow(lambda: MedusaHeads(target.hidden_size, vocabulary, heads, blocks, own_output)), names
+    made = hollow(lambda: MedusaHeads(target.hidden_size, vocabulary, heads, blocks, own_output))
+    made.transitions = read_transitions(checkpoint, vocabulary)
+    return made, names
+
+
+def read_transitions(checkpoint: Checkpoint, vocabulary: DraftVocabulary) -> Transitions | None:
+    """Return which tokens follow which, for heads that were trained beside that; only this package states it.
+
+    Raises:
+        InputError: a part is missing, or is nothing that pairs can be.
+    """
+    weight = checkpoint.block.get(WEIGHT)
+    held = [name for name in checkpoint.names if name.startswith(PAIRS)]
+    if weight is None and not held:
+        return None
+    wanted = [PAIRS + part for part in PARTS]
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MOST_WEIGHT:
+        raise checkpoint.refusal(
+            f"{WEIGHT}={weight!r} in {CONFIG} is no number above 0, at most {MOST_WEIGHT}; mend it"
+        )
+    if sorted(held) != sorted(wanted):
+        raise checkpoint.refusal(f"the pairs of tokens need {', '.join(wanted)}; copy the whole checkpoint again")
+    try:
+        previous, following, counts = (checkpoint.tensor(name) for name in wanted)
+        return Transitions(previous, following, counts, vocabulary, float(weight))
+    except ValueError as error:
+        raise checkpoint.refusal(f"{error}; copy the whole checkpoint again") from None
 
 
 def counted(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[int, int, bool]:
@@ -128,4 +163,11 @@ def medusa_files(heads: MedusaHeads, base_model: str | None) -> tuple[dict[str, 
         config["base_model_name_or_path"] = base_model
     if not heads.own_output:
         config["version"] = "2"
-    return {**heads.state_dict(), **offset_tensors(heads.vocabulary)}, config
+    pairs = heads.transitions
+    held = {} if pairs is None else {PAIRS + part: getattr(pairs, part) for part in PARTS}
+    return {**heads.state_dict(), **offset_tensors(heads.vocabulary), **held}, config
+
+
+def own_fields(heads: MedusaHeads) -> dict[str, Any]:
+    """Return what this package states about heads in its own part of ``config.json``."""
+    return {} if heads.transitions is None else {WEIGHT: heads.transitions.weight}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from heads_at_hand import every_other, medusa_heads
@@ -10,6 +12,7 @@ from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.drafters.medusa import MedusaDrafter
 from specdec_lab.errors import InputError
 from specdec_lab.heads.medusa import MedusaHeads
+from specdec_lab.heads.transitions import Transitions
 from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree
@@ -72,25 +75,86 @@ def test_a_head_that_starts_as_the_identity_repeats_the_targets_own_choice(tiny_
     assert all(tree.tokens[1] == tree.tokens[0] for _, tree in drafter.seen if tree.depth)
 
 
-def test_confident_tree_holds_the_likeliest_paths(tiny_target):
+def heads_and_pairs(target: Target) -> MedusaHeads:
+    heads = medusa_heads(target, vocabulary=every_other(target))
+    ids = torch.randint(0, target.vocab_size, (2000,), generator=torch.Generator().manual_seed(1)).tolist()
+    heads.transitions = Transitions.counted([(ids, [True] * 2000)], heads.vocabulary, 0.8)
+    return heads
+
+
+MAKERS = [medusa_heads, heads_and_pairs]
+
+
+def children(target: Target, drafter: MedusaDrafter, text: tuple[int, ...], depth: int, token: int, count: int):
+    """Return the likeliest tokens after a draft, with their chances, from whole laws."""
+    heads = drafter.heads
+    hidden = target.model(input_ids=torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0, -2]
+    logits = heads.logits(hidden, drafter.parts.output)[depth - 1]
+    if heads.transitions is not None:
+        logits = logits + heads.transitions.log_factors(torch.tensor([token]))[0]
+    best = logits.softmax(dim=-1).topk(count)
+    return list(zip(heads.vocabulary.token_ids[best.indices].tolist(), best.values.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@torch.inference_mode()
+def test_confident_tree_holds_the_likeliest_paths(make: Callable, tiny_target):
+    """The ten best of all paths through six choices at each draft, by the product of their chances."""
     target: Target = tiny_target()
-    drafter = watched(target, medusa_heads(target), nodes=10, branches=6)
-    decode(target, drafter, [tuple(range(5, 17))])
-    for _, tree in drafter.seen:
+    drafter = watched(target, make(target), nodes=10, branches=6)
+    decode(target, drafter, [tuple(range(5, 17))], tokens=8)
+    for text, tree in drafter.seen:
+        most = min(3, max(tree.depths))
+        level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+        paths: list[tuple[float, tuple[int, ...]]] = []
+        for depth in range(1, most + 1):
+            level = [
+                (value * chance, (*path, token))
+                for value, path in level
+                if not path or path[-1] not in target.eos_ids
+                for token, chance in children(target, drafter, text, depth, (text[-1:] + path)[-1], 6)
+            ]
+            paths += level
         assert tree.confidence is not None
-        assert len(tree) <= 11
-        for node in range(1, len(tree)):
-            assert tree.confidence[node] <= tree.confidence[tree.parents[node]]
-    assert any(len(tree) == 11 for _, tree in drafter.seen)
+        if len(tree) == 11:
+            best = sorted((value for value, _ in paths), reverse=True)[:10]
+            assert list(tree.confidence[1:]) == pytest.approx(best, rel=1e-3)
+    assert any(len(tree) == 11 and max(tree.depths) > 1 for _, tree in drafter.seen)
 
 
-def test_rows_of_a_batch_draft_as_alone(tiny_target):
+@torch.inference_mode()
+def test_ranks_of_a_static_tree_are_those_after_the_draft_before(tiny_target):
     target: Target = tiny_target()
-    heads = medusa_heads(target)
+    drafter = watched(target, heads_and_pairs(target), tree=[[0], [1], [0, 1], [1, 0]])
+    decode(target, drafter, [tuple(range(5, 17))], tokens=8)
+    full = [(text, tree) for text, tree in drafter.seen if len(tree) == 5]
+    assert full
+    for text, tree in full:
+        first = [token for token, _ in children(target, drafter, text, 1, text[-1], 2)]
+        second = [[token for token, _ in children(target, drafter, text, 2, token, 2)] for token in first]
+        assert list(tree.tokens[1:]) == [*first, second[0][1], second[1][0]]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_rows_of_a_batch_draft_as_alone(make: Callable, tiny_target):
+    target: Target = tiny_target()
     prompts = [tuple(range(5, 9)), tuple(range(30, 50)), (7,)]
-    assert decode(target, watched(target, heads), prompts) == decode(
-        target, watched(target, heads), prompts, batch_size=3
-    )
+    seen = []
+    for rows in (1, 3):
+        drafter = watched(target, make(target))
+        decode(target, drafter, prompts, batch_size=rows)
+        seen.append(sorted((text, tree.tokens, tree.parents) for text, tree in drafter.seen))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_heads_that_give_no_numbers_draft_what_does_not_matter(make: Callable, tiny_target):
+    target: Target = tiny_target()
+    heads, prompts = make(target), [(9, 40, 41), tuple(range(5, 30))]
+    expected = decode(target, watched(target, heads), prompts)
+    with torch.no_grad():
+        next(iter(heads.parameters())).fill_(float("nan"))
+    assert decode(target, watched(target, heads), prompts) == expected
 
 
 @pytest.mark.parametrize(

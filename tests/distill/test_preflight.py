@@ -19,17 +19,16 @@ from specdec_lab.distill import preflight
 from specdec_lab.distill.batch import Batch, Example, ahead, collate
 from specdec_lab.distill.features import FeatureSource, OnlineFeatures
 from specdec_lab.distill.learner import Learner, Outcome
+from specdec_lab.distill.memory import activation_bytes, check_memory
 from specdec_lab.distill.preflight import (
     PreflightError,
     PreflightReport,
     PreflightSettings,
     Rendering,
-    activation_bytes,
     check_bos,
     check_features,
     check_labels,
     check_marks,
-    check_memory,
     evenly,
     run_preflight,
 )

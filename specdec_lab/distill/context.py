@@ -50,12 +50,20 @@ class TextContext:
         self.labels = torch.where(new & (first.gather(1, where) == at), -1, self.draft_ids)
 
     def unsaid(self, marks: Tensor) -> Tensor:
-        """Return which ids a text does not hold up to and with each marked token, ``[marked, beyond]``, bool."""
+        """Return which ids a text does not hold up to and with each marked token, ``[marked, beyond]``, bool.
+
+        Args:
+            marks: ``[rows, tokens]``, bool.
+        """
         row, at = marks.nonzero(as_tuple=True)
         return self._first[row] > at[:, None]
 
     def foreign(self, marks: Tensor) -> Tensor:
-        """Return which ids are nowhere in each marked token's own text, ``[marked, beyond]``, bool."""
+        """Return which ids are nowhere in each marked token's own text, ``[marked, beyond]``, bool.
+
+        Args:
+            marks: ``[rows, tokens]``, bool.
+        """
         return self._first[marks.nonzero(as_tuple=True)[0]] == marks.shape[1]
 
     def widened(self, logits: Tensor, head: RecurrentHead, states: Tensor, unsaid: Tensor | None = None) -> Tensor:

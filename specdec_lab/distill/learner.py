@@ -71,7 +71,7 @@ class Learner(nn.Module, ABC):
         return self._target[0]
 
     def count_in(self, examples: Sequence[Example]) -> None:
-        """Take from the training texts what the head keeps of them beside its weights: nothing, by default."""
+        """Take from the texts to be learnt what the head keeps of them beside its weights; by default nothing."""
 
     def tables(self) -> list[nn.Module]:
         """Return the embeddings and output layers of the head's own, whose weights have a row per token."""

@@ -63,6 +63,10 @@ def started(
         raise InputError(FIELD, source, remedy)
     if getattr(head, "context_vocab", False) and not learner.context_vocab:
         raise InputError(FIELD, source, "it drafts what its text holds too; give head.context_vocab=true")
+    pairs = getattr(head, "transitions", None)
+    weight, own_weight = 0.0 if pairs is None else pairs.weight, getattr(learner, "transitions", 0.0)
+    if weight != own_weight:
+        raise InputError(FIELD, source, f"it was trained with head.transitions={weight}, not {own_weight}; give that")
     try:
         learner.begin_at(head)
     except RuntimeError as error:  # load_state_dict names the weights that differ

@@ -184,6 +184,7 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
             seen = f"the head it starts at saw its texts in the order of seed={settings.seed} too"
             say(err, f"{seen}; with another seed it sees others first")
         training = texts_to_learn(job, learner, data.training)
+        learner.count_in(training)
         source = make_source(settings, learner, [*training, *data.validation], err)
         run_preflight(
             learner,
@@ -231,7 +232,6 @@ def make_learner(
             else:
                 learner, origin = started(job.make_learner, job.kind, job.settings.start, target)
             learner.head.to(target.device)
-            learner.count_in(examples)
             return learner, origin
         except InputError as error:
             field = error.field if error.field == START else f"head.{error.field}"

@@ -119,10 +119,11 @@ class MedusaDrafter(SizedDrafter):
         dtype = next(self.heads.parameters()).dtype
         logits = self.heads.logits(hidden.to(dtype), self.parts.output.to(dtype)).float()  # [rows, heads, draft_vocab]
         laws = logits.softmax(dim=-1).nan_to_num(0)  # what is no number is no chance
-        ranked = self.branches if self.heads.transitions is None else min(RANKED * self.branches, laws.shape[-1])
-        best = laws.topk(ranked, dim=-1)  # [rows, heads, ranked]
+        if self.heads.transitions is not None:
+            laws = laws.cpu()  # all of them are needed there
+        best = laws.topk(self.branches, dim=-1)  # [rows, heads, branches]
         draft_ids, chances = best.indices.cpu().numpy(), best.values.cpu().numpy()
-        held = chances if self.heads.transitions is None else laws.cpu().numpy()
+        held = chances if self.heads.transitions is None else laws.numpy()
         return [
             self._tree(context, _Guesses(self, held[row], draft_ids[row], chances[row]))
             for row, context in enumerate(contexts)
@@ -191,10 +192,6 @@ class _Guesses:
                 found = likeliest(law, best, self._transitions.after(token), self._count)
             self._known[token, depth] = [(self._token_ids[draft_id], chance) for draft_id, chance in found]
         return self._known[token, depth]
-
-
-RANKED = 8
-"""A head's likeliest tokens that are looked at beside those that have followed the token before, per branch."""
 
 
 def check_head(kind: Kind, head: object, revision: str | None) -> None:

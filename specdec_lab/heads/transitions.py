@@ -54,9 +54,9 @@ class Transitions:
         self.previous, self.following, self.counts = (part.cpu().int() for part in (previous, following, counts))
         self.vocabulary, self.weight = vocabulary, weight
         size = len(vocabulary)
-        keys = self.previous.long() * size + self.following
-        if not (keys.shape == self.previous.shape == self.following.shape == self.counts.shape and keys.dim() == 1):
+        if not (self.previous.shape == self.following.shape == self.counts.shape and self.counts.dim() == 1):
             raise ValueError("pairs need as many first tokens, second tokens and counts")
+        keys = self.previous.long() * size + self.following
         for part, end in ((self.previous, vocabulary.target_vocab), (self.following, size)):
             if len(part) and (int(part.min()) < 0 or int(part.max()) >= end):
                 raise ValueError(f"pairs hold ids outside of 0 to {end - 1}")
@@ -69,6 +69,7 @@ class Transitions:
         own = shares[self.following.long()]
         ratio = (seen + PRIOR * own) / (after[self.previous.long()] + PRIOR) / own
         self._factors = (ratio**weight).float()  # [pairs]
+        self._less_one = (weight * ((seen - 1 + PRIOR * own) / (seen + PRIOR * own)).log()).float()  # [pairs]
         self._other = ((PRIOR / (after + PRIOR)) ** weight).float()  # [target_vocab]
         self._starts = torch.searchsorted(self.previous, torch.arange(vocabulary.target_vocab + 1, dtype=torch.int32))
         self._of_followers = (self.following.numpy().astype(np.int64), self._factors.numpy())
@@ -81,7 +82,7 @@ class Transitions:
         """Count the pairs of texts whose second token is marked and in the vocabulary.
 
         Args:
-            texts: ids and marks of each one.
+            texts: ids and marks of each one, both ``[tokens]``.
         """
         found = [torch.zeros(0, dtype=torch.long)]
         for ids, marks in texts:
@@ -95,9 +96,8 @@ class Transitions:
     @property
     def bytes(self) -> int:
         """Bytes of the pairs and their factors."""
-        return sum(part.numel() * part.element_size() for part in (self.previous, self.following, self.counts)) + sum(
-            part.numel() * part.element_size() for part in (self._factors, self._other, self._starts)
-        )
+        held = (self.previous, self.following, self.counts, self._factors, self._less_one, self._other, self._starts)
+        return sum(part.numel() * part.element_size() for part in held)
 
     def __len__(self) -> int:
         return len(self.previous)
@@ -108,22 +108,30 @@ class Transitions:
         draft_ids, factors = self._of_followers
         return Followers(draft_ids[first:last], factors[first:last], self._others[token])
 
-    def log_factors(self, previous: Tensor) -> Tensor:
+    def log_factors(self, previous: Tensor, counted: Tensor | None = None) -> Tensor:
         """Return the logarithms of the factors, less that of what was never seen there, which no law depends on.
 
         Args:
             previous: target ids, ``[places]``.
+            counted: draft ids that follow in the texts that were counted, -1 where none does, ``[places]``: each pair
+                is left out of its own count, or a training would take what it has seen once for what is always so.
 
         Returns:
             ``[places, draft_vocab]``, float32, on the device of the ids.
         """
-        tokens = previous.cpu().long()
-        first, counts = self._starts[tokens], self._starts[tokens + 1] - self._starts[tokens]
-        place = torch.arange(len(tokens)).repeat_interleave(counts)
-        pair = torch.arange(len(place)) - (counts.cumsum(0) - counts)[place] + first[place]
-        values = torch.zeros(len(tokens), len(self.vocabulary))
-        values[place, self.following[pair].long()] = (self._factors[pair] / self._other[tokens[place]]).log()
-        return values.to(previous.device)
+        device, tokens = previous.device, previous.long()
+        following, factors, other, starts = (
+            part.to(device) for part in (self.following, self._factors, self._other, self._starts)
+        )
+        first, counts = starts[tokens], starts[tokens + 1] - starts[tokens]
+        place = torch.arange(len(tokens), device=device).repeat_interleave(counts)
+        pair = torch.arange(len(place), device=device) - (counts.cumsum(0) - counts)[place] + first[place]
+        found = (factors[pair] / other[tokens[place]]).log()
+        if counted is not None:
+            found = found + self._less_one.to(device)[pair] * (following[pair] == counted[place])
+        values = torch.zeros(len(tokens), len(self.vocabulary), device=device)
+        values[place, following[pair].long()] = found
+        return values
 
 
 def likeliest(law: np.ndarray, best: np.ndarray, followers: Followers, count: int) -> list[tuple[int, float]]:
@@ -131,7 +139,8 @@ def likeliest(law: np.ndarray, best: np.ndarray, followers: Followers, count: in
 
     Args:
         law: the head's, ``[draft_vocab]``.
-        best: its likeliest draft ids, ``[ranked]``; of what was never seen after the token before, these alone come in.
+        best: its likeliest draft ids, ``[ranked]``, at least ``count``: what has never followed gains less than what
+            has, so of these no other can be among the likeliest.
         followers: of the token before.
         count: most that are wanted.
     """

@@ -141,7 +141,10 @@ def test_a_checkpoint_without_a_setting_of_today_goes_on_with_its_default(tmp_pa
         run(tmp_path, resume=True, identity={"repeats": 2})
     with pytest.raises(InputError, match=r"head.context_vocab=True \(was False\)"):
         run(tmp_path, resume=True, identity={"head": {"context_vocab": True}})
-    result, _, _ = run(tmp_path, resume=True, identity={"repeats": 0, "head": {"context_vocab": False}})
+    with pytest.raises(InputError, match=r"head.transitions=0.6 \(was 0.0\)"):
+        run(tmp_path, resume=True, identity={"head": {"transitions": 0.6}})
+    today = {"repeats": 0, "head": {"context_vocab": False, "transitions": 0.0}}
+    result, _, _ = run(tmp_path, resume=True, identity=today)
     assert not result.interrupted
 
 

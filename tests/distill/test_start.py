@@ -14,6 +14,8 @@ from specdec_lab.distill.start import started
 from specdec_lab.errors import InputError
 from specdec_lab.target import Target
 
+KINDS = ["medusa", "eagle", "eagle3", "draft_model"]
+
 
 def made(kind: str, target: Target, counts: torch.Tensor, **changes: Any) -> Learner:
     learner_class, settings = SETTINGS[kind]
@@ -32,7 +34,7 @@ def exported(kind: str, target: Target, folder: Path) -> Learner:
     return learner
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_has_the_others_weights_and_vocabulary(kind: str, tiny_target, tmp_path: Path):
     """CF-01: a start that silently keeps fresh weights, or whose rows stand for other tokens."""
     target: Target = tiny_target()
@@ -46,7 +48,7 @@ def test_it_has_the_others_weights_and_vocabulary(kind: str, tiny_target, tmp_pa
     assert {weight.dtype for weight in learner.head.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_another_size_of_vocabulary_is_refused(kind: str, tiny_target, tmp_path: Path):
     """With the value to give."""
     target: Target = tiny_target()
@@ -63,12 +65,20 @@ def test_another_shape_is_refused(tiny_target, tmp_path: Path):
         started(lambda t, counts: made("medusa", t, counts, heads=3), "medusa", str(tmp_path / "head"), target)
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_there_is_refused(kind: str, tiny_target, tmp_path: Path):
     """The field is the one that the user gave."""
     with pytest.raises(InputError) as refused:
         started(lambda t, counts: made(kind, t, counts), kind, str(tmp_path), tiny_target())
     assert refused.value.field == "start"
+
+
+def test_heads_without_pairs_do_not_get_any_on_the_way(tiny_target, tmp_path: Path):
+    """Heads learn what the pairs do not say; with others, or none, they would be right less often than before."""
+    target: Target = tiny_target()
+    exported("medusa", target, tmp_path / "head")
+    with pytest.raises(InputError, match=r"start=.*trained with head.transitions=0.0, not 0.6"):
+        started(lambda t, counts: made("medusa", t, counts, transitions=0.6), "medusa", str(tmp_path / "head"), target)
 
 
 def test_none_is_shipped_for_another_target(tiny_target):

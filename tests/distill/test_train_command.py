@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import runpy
@@ -19,6 +20,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 from specdec_lab import conf
 from specdec_lab.distill.batch import Example
@@ -211,6 +213,25 @@ def test_repeats_are_learnt_on_request(command, data: Path):
     code, _, err = command("data.repeats=0", "epochs=1", "resume=true")
     assert code == 1
     assert "repeats" in err
+
+
+@pytest.mark.parametrize("kind", ["medusa", "medusa2"])
+def test_pairs_of_the_training_texts_come_with_the_head(kind: str, command, data: Path):
+    """A head that was trained beside pairs needs them; one that goes on needs the same weight."""
+    code, _, err = command(f"head={kind}", "head.heads=2", "head.draft_vocab=null", "head.transitions=0.6", "epochs=1")
+    assert code == 0, err
+    head = data / "run" / "head"
+    tensors = load_file(head / "medusa_lm_head.safetensors")
+    rows = [json.loads(line) for line in (data / "r.jsonl").read_text().splitlines()]
+    known = {pair for row in rows for pair in itertools.pairwise(row["response_ids"])}
+    pairs = set(zip(tensors["transitions.previous"].tolist(), tensors["transitions.following"].tolist(), strict=True))
+    assert len(pairs & known) > 0.5 * len(known)  # some questions are validated on
+    assert json.loads((head / "config.json").read_text())["specdec_lab"]["transitions"] == 0.6
+    code, _, err = command(
+        f"head={kind}", "head.heads=2", "head.draft_vocab=null", f"start={head}", "hydra.run.dir=more"
+    )
+    assert code == 1
+    assert "it was trained with head.transitions=0.6, not 0.0" in err.replace("\n", " ")
 
 
 @pytest.mark.usefixtures("_hydra")

@@ -122,6 +122,16 @@ def test_confident_tree_holds_the_likeliest_paths(make: Callable, tiny_target):
     assert any(len(tree) == 11 and max(tree.depths) > 1 for _, tree in drafter.seen)
 
 
+def test_pairs_are_counted_among_the_weights(tiny_target):
+    target: Target = tiny_target()
+    heads = heads_and_pairs(target)
+    pairs = heads.transitions
+    assert pairs is not None
+    with_pairs = watched(target, heads).memory_bytes()["draft_weights"]
+    heads.transitions = None
+    assert with_pairs - watched(target, heads).memory_bytes()["draft_weights"] == pairs.bytes > 12 * len(pairs)
+
+
 @torch.inference_mode()
 def test_ranks_of_a_static_tree_are_those_after_the_draft_before(tiny_target):
     target: Target = tiny_target()

@@ -49,6 +49,27 @@ def test_factors_are_the_smoothed_ratio_of_the_two_laws():
     assert counted().log_factors(torch.tensor([0, 4])).eq(0).all()  # never seen before anything
 
 
+def test_a_label_is_left_out_of_its_own_count():
+    """Counted among what it is compared with, a pair that was seen once looks like one that always is so."""
+    whole = counted()
+    tokens, marks = TEXT
+    for place in range(2, len(tokens)):
+        (label,) = VOCABULARY.draft_ids(torch.tensor(tokens[place : place + 1]))
+        if label < 0:
+            continue
+        without = [mark and at != place for at, mark in enumerate(marks)]
+        rest = Transitions.counted([(tokens, without)], VOCABULARY, 1.0)
+        previous = torch.tensor(tokens[place - 1 : place])
+        found = whole.log_factors(previous, label[None])[0]
+        seen = torch.bincount(
+            rest.following[rest.previous == previous].long(), rest.counts[rest.previous == previous], 3
+        )
+        share = torch.tensor([3.5, 2.5, 1.5]) / 7.5  # of all, the label too: its own share is not changed
+        wanted = ((seen + share) / share).log()
+        assert torch.allclose(found.softmax(-1), wanted.float().softmax(-1), atol=1e-5)
+    assert torch.equal(whole.log_factors(torch.tensor([1]), torch.tensor([-1])), whole.log_factors(torch.tensor([1])))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_round_uses_the_law_that_training_uses(seed: int):
     """TD-16: sparse in the drafter, dense in the loss."""
@@ -75,6 +96,7 @@ def test_a_round_uses_the_law_that_training_uses(seed: int):
         ([0], [3], [1]),
         ([0], [0], [0]),
         ([0], [], [1]),
+        ([0, 1, 2], [0, 0], [1, 1]),
     ],
 )
 def test_pairs_that_cannot_be_are_refused(previous: list[int], following: list[int], counts: list[int]):
@@ -108,6 +130,8 @@ def test_heads_come_back_with_their_pairs(tiny_target, tmp_path: Path):
         ("transitions.counts", 0.5, "the pairs of tokens need transitions.previous, "),
         (None, None, "transitions=None in config.json is no number above 0"),
         (None, "much", "transitions='much' in config.json is no number above 0"),
+        (None, True, "transitions=True in config.json is no number above 0"),
+        (None, 3, "transitions=3 in config.json is no number above 0"),
     ],
 )
 def test_half_a_table_is_refused(lost: str | None, weight: object, sentence: str, tiny_target, tmp_path: Path):

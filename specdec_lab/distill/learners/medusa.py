@@ -71,7 +71,7 @@ class MedusaLearner(Learner):
         self.offsets = tuple(2 + head for head in range(heads))
 
     def count_in(self, examples: Sequence[Example]) -> None:
-        """Count which tokens follow which in the labels of the training texts."""
+        """Count which tokens follow which: the labels of the training texts, and what stands before them."""
         if self.transitions:
             texts = ((example.ids, example.supervised) for example in examples)
             self._heads().transitions = Transitions.counted(texts, self.vocabulary, self.transitions)
@@ -91,8 +91,11 @@ class MedusaLearner(Learner):
         for at, offset in enumerate(self.offsets):
             rows = teacher.at(offset)
             logits = heads.one(at, hidden[rows.marked], parts.output)
-            if heads.transitions is not None:
-                logits = logits + heads.transitions.log_factors(ahead(batch.ids, offset - 1)[rows.marked])
+            if self.transitions:
+                if heads.transitions is None:
+                    raise RuntimeError("no text has been counted yet; call count_in first")
+                before = ahead(batch.ids, offset - 1)[rows.marked]
+                logits = logits + heads.transitions.log_factors(before, rows.labels if self.training else None)
             loss = token_losses.mixed(self.mix, rows.target_probs, logits).sum()
             shown[f"head{at + 1}/token"] = loss.detach()
             total = total + self.decay**at * loss

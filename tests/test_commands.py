@@ -31,6 +31,7 @@ TINY = {
     "replay.py": [],
     "export.py": [],
     "publish_dashboard.py": [],
+    "learning_curves.py": [],
     "generate_responses.py": ["target=tiny", "max_new_tokens=24"],
     "train.py": ["target=tiny", "max_steps=2", "measure_prompts=1", "measure_tokens=4", "precision=fp32",
                  "min_coverage=0", "data.validation_share=0.2", "batch_size=2"],

@@ -67,6 +67,8 @@ def spelt(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
     """Return those ids that stand for characters of their own: no added token, no blank, no byte of a character."""
     added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     kept = [index for index in ids if index not in added]
+    if not kept:
+        return []  # transformers 5.17 decodes no list at all as one empty text
     texts = tokenizer.batch_decode([[index] for index in kept], clean_up_tokenization_spaces=False)
     return [index for index, text in zip(kept, texts, strict=True) if text.strip() and "\ufffd" not in text]
 

@@ -57,11 +57,11 @@ def check_memory(learner: Learner, examples: Sequence[Example], source: FeatureS
     trained = [weight for weight in learner.head.parameters() if weight.requires_grad]
     device = trained[0].device
     memory = Memory(
-        weights=sum(_bytes(weight) for weight in learner.head.parameters()),
-        gradients=sum(_bytes(weight) for weight in trained),
-        optimizer=OPTIMIZER_STATES * sum(_bytes(weight) for weight in trained),
+        weights=sum(weight.nbytes for weight in learner.head.parameters()),
+        gradients=sum(weight.nbytes for weight in trained),
+        optimizer=OPTIMIZER_STATES * sum(weight.nbytes for weight in trained),
         activations=for_one + (batch_size - 1) * (for_two - for_one),  # some of it is there once per batch
-        features=batch_size * sum(_bytes(states) for states in one.features.values()),
+        features=batch_size * sum(states.nbytes for states in one.features.values()),
         free=free_bytes(device),
     )
     if memory.needed > memory.free:
@@ -96,7 +96,3 @@ def activation_bytes(learner: Learner, batch: Batch) -> int:
         outcome = learner(batch)
     del outcome
     return sum(kept.values())
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

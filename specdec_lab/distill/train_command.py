@@ -251,9 +251,11 @@ def texts_to_learn(job: TrainJob, learner: Learner, examples: Sequence[Example])
         learnt = with_prompts_learnt(examples, template_opening(target.tokenizer))
     if not data.repeats:
         return learnt
-    counts = label_counts(examples, target.vocab_size)
-    drawn = range(target.vocab_size) if learner.context_vocab else learner.vocabulary.token_ids.tolist()
-    said = [token for token in drawn if counts[token] or learner.context_vocab]
+    if learner.context_vocab:
+        said: Sequence[int] = range(target.vocab_size)
+    else:
+        counts = label_counts(examples, target.vocab_size)
+        said = [token for token in learner.vocabulary.token_ids.tolist() if counts[token]]
     return learnt + repeated_texts(target.tokenizer, said, data.repeats, data.seed, data.max_tokens)
 
 

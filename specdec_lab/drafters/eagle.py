@@ -147,9 +147,9 @@ class EagleDrafter(SizedDrafter):
 
         Rows for what texts hold are counted as they came to be.
         """
-        weights = sum(_bytes(weight) for weight in self.head.parameters()) + sum(self._context_bytes.values())
+        weights = sum(weight.nbytes for weight in self.head.parameters()) + sum(self._context_bytes.values())
         if not (self.head.own_output or self.head.vocabulary.is_whole):
-            weights += _bytes(self.parts.output)
+            weights += self.parts.output.nbytes
         return {"draft_weights": weights, "draft_kv": 0 if self._cache is None else self._cache.bytes}
 
     # --- drafting ---------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class EagleDrafter(SizedDrafter):
             memory.output_rows[held:needed] = rows
             memory.token_ids = [*memory.token_ids, *fresh]
             memory.met.update(fresh)
-            self._context_bytes[row] = max(self._context_bytes.get(row, 0), _bytes(memory.output_rows))
+            self._context_bytes[row] = max(self._context_bytes.get(row, 0), memory.output_rows.nbytes)
 
     def _run(self, feeds: Mapping[int, _Feed]) -> dict[int, Tensor]:
         """Run the head on some rows' feeds and return the next states, ``{row: [fed, hidden]}``."""
@@ -297,10 +297,6 @@ class EagleDrafter(SizedDrafter):
 
     def _cast(self, values: Tensor) -> Tensor:
         return values.to(next(self.head.parameters()).dtype)
-
-
-def _bytes(values: Tensor) -> int:
-    return values.numel() * values.element_size()
 
 
 ALONE = 64

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from specdec_lab.cost import paying_tree
 from specdec_lab.drafters.base import DraftContext
 from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import InputError
@@ -101,10 +102,10 @@ class MedusaDrafter(SizedDrafter):
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of the heads and of their rows of the output layer."""
-        weights = sum(weight.numel() * weight.element_size() for weight in self.heads.parameters())
+        weights = sum(weight.nbytes for weight in self.heads.parameters())
         if self.heads.transitions is not None:
             weights += self.heads.transitions.bytes
-        rows = 0 if self.heads.vocabulary.is_whole else self.parts.output.numel() * self.parts.output.element_size()
+        rows = 0 if self.heads.vocabulary.is_whole else self.parts.output.nbytes
         return {"draft_weights": weights + rows, "draft_kv": 0}
 
     def propose(self, context: DraftContext) -> DraftTree:
@@ -166,32 +167,29 @@ class MedusaDrafter(SizedDrafter):
             parents.append(parent)
             depths.append(depths[parent] + 1)
             sure.append(-value)
-        cost = self.verify_cost
-        kept = len(made) if cost is None else 1 + max(1, cost.worth(sure[1:]))
-        return DraftTree(tuple(made[:kept]), tuple(parents[:kept]), confidence=tuple(sure[:kept]))
+        return paying_tree(made, parents, sure, self.nodes, self.verify_cost)
 
 
 class _Guesses:
     """What the heads guess in one round: the children of any draft."""
 
     def __init__(self, drafter: MedusaDrafter, laws: np.ndarray, draft_ids: np.ndarray, chances: np.ndarray) -> None:
-        self._laws, self._draft_ids, self._transitions = laws, draft_ids, drafter.heads.transitions
-        self._token_ids, self._count = drafter.token_ids, drafter.branches
-        self._alone = [list(zip(*one, strict=True)) for one in zip(draft_ids.tolist(), chances.tolist(), strict=True)]
-        self._known: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        self._laws, self._draft_ids, self._chances = laws, draft_ids, chances
+        self._transitions, self._token_ids = drafter.heads.transitions, drafter.token_ids
+        self._known: dict[tuple[int | None, int], list[tuple[int, float]]] = {}
 
     def after(self, token: int, depth: int) -> list[tuple[int, float]]:
         """Return the likeliest tokens after a token, at a depth from 1, with their chances, the best first."""
-        if self._transitions is None:
-            token = -1  # whatever it is
-        if (token, depth) not in self._known:
-            if self._transitions is None:
-                found = self._alone[depth - 1][: self._count]
+        pairs = self._transitions
+        place = (None if pairs is None else token, depth)  # heads alone do not see it
+        if place not in self._known:
+            best, chances = self._draft_ids[depth - 1], self._chances[depth - 1]
+            if pairs is None:
+                found = list(zip(best.tolist(), chances.tolist(), strict=True))
             else:
-                law, best = self._laws[depth - 1], self._draft_ids[depth - 1]
-                found = likeliest(law, best, self._transitions.after(token), self._count)
-            self._known[token, depth] = [(self._token_ids[draft_id], chance) for draft_id, chance in found]
-        return self._known[token, depth]
+                found = likeliest(self._laws[depth - 1], best, pairs.after(token), len(best))
+            self._known[place] = [(self._token_ids[draft_id], chance) for draft_id, chance in found]
+        return self._known[place]
 
 
 def check_head(kind: Kind, head: object, revision: str | None) -> None:

@@ -97,7 +97,7 @@ class Transitions:
     def bytes(self) -> int:
         """Bytes of the pairs and their factors."""
         held = (self.previous, self.following, self.counts, self._factors, self._less_one, self._other, self._starts)
-        return sum(part.numel() * part.element_size() for part in held)
+        return sum(part.nbytes for part in held)
 
     def __len__(self) -> int:
         return len(self.previous)

@@ -24,9 +24,13 @@ def medusa_heads(target: Target, heads: int = 3, vocabulary: DraftVocabulary | N
     return disturbed(made)
 
 
-def eagle_head(target: Target, vocabulary: DraftVocabulary | None = None, seed: int = 0) -> EagleHead:
-    made = EagleHead(layer_config(target), vocabulary or DraftVocabulary.whole(target.vocab_size))
-    return disturbed(made, seed)
+def eagle_head(target: Target, vocabulary: DraftVocabulary | None = None, seed: int = 0, layers: int = 1) -> EagleHead:
+    config = layer_config(target, layers=layers)
+    return disturbed(EagleHead(config, vocabulary or DraftVocabulary.whole(target.vocab_size)), seed)
+
+
+def two_layer_eagle_head(target: Target, vocabulary: DraftVocabulary | None = None) -> EagleHead:
+    return eagle_head(target, vocabulary, layers=2)
 
 
 def eagle3_head(target: Target, vocabulary: DraftVocabulary | None = None, seed: int = 0) -> Eagle3Head:

@@ -41,6 +41,16 @@ def label_sources(ids: Tensor, supervised: Tensor) -> Tensor:
     return F.pad(sources[:, :-1, :-1], (1, 0, 1, 0))
 
 
+def recurrent_sources(ids: Tensor, supervised: Tensor, layers: int) -> dict[int, Tensor]:
+    """Return where each layer of a recurrent head is to look, by its index, ``[rows, tokens, tokens]`` each.
+
+    The last one copies. Where it is not the only one, the first brings along the token before, so that the last need
+    not read it out of the target's state.
+    """
+    before = {0: previous_sources(supervised)} if layers > 1 else {}
+    return before | {layers - 1: copy_sources(ids, supervised)}
+
+
 def previous_sources(supervised: Tensor) -> Tensor:
     """Return the token before at every position but the first that has a label, ``[rows, tokens, tokens]``, bool."""
     tokens = supervised.shape[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,34 +22,34 @@ class UnrolledAttention:
     it: the keys that were made from true states, up to *t*, and one key of each later step of its own.
 
     Args:
-        sources: where the last group of query heads is to look in the first step, see ``copy_sources``; ``None``:
-            wherever it likes.
+        sources: where the last group of query heads of a layer is to look in the first step, see ``copying``, by the
+            layer's index; other layers look wherever they like.
 
     Attributes:
         copy_loss: how far it is from that, see ``copying.copy_loss``; 0 before the first step and without sources.
-        value: of the first step, ``[rows, kv_heads, tokens, head_dim]``; empty before it.
+        value: of the last layer in the first step, ``[rows, kv_heads, tokens, head_dim]``; empty before it.
     """
 
-    def __init__(self, sources: Tensor | None = None) -> None:
-        self._sources = sources
+    def __init__(self, sources: Mapping[int, Tensor] | None = None) -> None:
+        self._sources = sources or {}
         self.copy_loss = torch.zeros(())
         self.value = torch.empty(0)
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._kept: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # keys and values of each step, by layer
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return ``[rows, heads, tokens, head_dim]``; see ``specdec_lab.heads.decoder.Attend``."""
         groups = query.shape[1] // key.shape[1]
-        self._keys.append(key.repeat_interleave(groups, dim=1))
-        self._values.append(value.repeat_interleave(groups, dim=1))
-        if len(self._keys) == 1:
+        keys, values = self._kept.setdefault(layer, ([], []))
+        keys.append(key.repeat_interleave(groups, dim=1))
+        values.append(value.repeat_interleave(groups, dim=1))
+        if len(keys) == 1:
             self.value = value
-            if self._sources is not None:
-                self.copy_loss = copy_loss(query, key, self._sources)
-            return F.scaled_dot_product_attention(query, self._keys[0], self._values[0], is_causal=True)
-        own_keys, own_values = torch.stack(self._keys[1:], dim=3), torch.stack(self._values[1:], dim=3)
+            if layer in self._sources:
+                self.copy_loss = self.copy_loss + copy_loss(query, key, self._sources[layer])
+            return F.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True)
+        own_keys, own_values = torch.stack(keys[1:], dim=3), torch.stack(values[1:], dim=3)
         attend = merged_attention if query.device.type == "cpu" else plain_attention
-        return attend(query, self._keys[0], self._values[0], own_keys, own_values)
+        return attend(query, keys[0], values[0], own_keys, own_values)
 
 
 def plain_attention(query: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:

@@ -131,8 +131,9 @@ class EagleDrafter(SizedDrafter):
         capacity = tokens + self.depth * widest + catching_up + 1
         if self._cache is None or not self._cache.holds(rows, capacity):
             self._cache = None  # the old one first: two need not fit
-            refuse_without_memory([shape], rows, capacity)
-            self._cache = TreeCache({0: shape}, rows, capacity)
+            shapes = dict.fromkeys(range(config.num_hidden_layers), shape)
+            refuse_without_memory(list(shapes.values()), rows, capacity)
+            self._cache = TreeCache(shapes, rows, capacity)
         self.head.rotation.reserve(capacity, weight)
 
     @property
@@ -243,8 +244,8 @@ class EagleDrafter(SizedDrafter):
         self.cache.aim(first, starts, visible)
         mask = None if seen is None else seen.to(device)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self.cache.update(key, value, 0)
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self.cache.update(key, value, layer)
             return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=causal, enable_gqa=True)
 
         output = self.head.step(state, embedded, self.head.rotation.at(positions.to(device)), attend)

@@ -1,7 +1,7 @@
-"""One decoder layer of the Llama family, whose input may be wider than its output and whose attention is given to it.
+"""Decoder layers of the Llama family whose input may be wider than their output; their attention is given to them.
 
-Training and decoding attend to different things (several steps at once; a cache and a tree), so that the layer hands
-out queries, keys and values and takes back what the attention made of them.
+Training and decoding attend to different things (several steps at once; a cache and a tree), so that a layer hands out
+queries, keys and values and takes back what the attention made of them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(query [rows, heads, tokens, head_dim], key, value [rows, kv_heads, tokens, head_dim]) -> like the query``."""
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""From a layer's index, its query ``[rows, heads, tokens, head_dim]``, its key and value ``[rows, kv_heads, tokens,
+head_dim]`` to what is like the query."""
 
 
 class RMSNorm(nn.Module):
@@ -72,10 +73,12 @@ class Attention(nn.Module):
     Args:
         input_size: width of what queries, keys and values are made of.
         bias: whether the projections of queries, keys and values have one.
+        layer: index by which the caller tells the layers of one head apart.
     """
 
-    def __init__(self, config: LlamaConfig, input_size: int, bias: bool = False) -> None:
+    def __init__(self, config: LlamaConfig, input_size: int, bias: bool = False, layer: int = 0) -> None:
         super().__init__()
+        self.layer = layer
         self.heads, self.kv_heads, self.head_dim = attention_shape(config)
         self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=bias)
@@ -90,7 +93,7 @@ class Attention(nn.Module):
         key = self.k_proj(x).view(rows, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
         value = self.v_proj(x).view(rows, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
         query, key = (rotate(x, *rotation).to(value.dtype) for x in (query, key))
-        mixed = attend(query, key, value)
+        mixed = attend(self.layer, query, key, value)
         return self.o_proj(mixed.transpose(1, 2).reshape(rows, tokens, -1))
 
 

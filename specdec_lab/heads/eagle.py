@@ -14,25 +14,26 @@ from specdec_lab.heads.vocabulary import DraftVocabulary
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer without a norm before its attention, as in the published checkpoints."""
+    """A decoder layer; the first of a head has no norm before its attention, as in the published checkpoints."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, config.hidden_size, bias=bool(config.attention_bias))
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if layer else nn.Identity()
+        self.self_attn = Attention(config, config.hidden_size, bias=bool(config.attention_bias), layer=layer)
         self.mlp = MLP(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Return ``[rows, tokens, hidden]``."""
-        x = x + self.self_attn(x, rotation, attend)
+        x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class EagleHead(nn.Module):
-    """One layer over the fused embedding and state; its output is read by the target's own output layer.
+    """One layer or more over the fused embedding and state; the output is read by the target's own output layer.
 
     Args:
-        config: shape; ``hidden_size`` is the target's.
+        config: shape; ``hidden_size`` is the target's, ``num_hidden_layers`` the head's own.
         vocabulary: ids whose rows of the target's output layer are used.
         fc_bias: whether the fusing layer has a bias: yes for Llama-2 and Vicuna heads, no for later ones.
         context_vocab: whether it can also draft what the text holds already.
@@ -48,12 +49,12 @@ class EagleHead(nn.Module):
         self.context_vocab = context_vocab
         self.config, self.vocabulary, self.rotation = config, vocabulary, Rotation(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=fc_bias)
-        self.layers = nn.ModuleList([EagleLayer(config)])
+        self.layers = nn.ModuleList(EagleLayer(config, layer) for layer in range(config.num_hidden_layers))
 
     @property
     def attention(self) -> Attention:
-        """Its layer's attention."""
-        return self.layers[0].self_attn  # pyright: ignore[reportReturnType]
+        """Its last layer's attention."""
+        return self.layers[-1].self_attn  # pyright: ignore[reportReturnType]
 
     def begin(self, features: Mapping[int, Tensor]) -> Tensor:
         """Return the target's last hidden state as it is."""
@@ -61,8 +62,10 @@ class EagleHead(nn.Module):
 
     def step(self, state: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Return the predicted last hidden states, ``[rows, tokens, hidden]``."""
-        fused = self.fc(torch.cat((embedded, state), dim=-1))
-        return self.layers[0](fused, rotation, attend)
+        state = self.fc(torch.cat((embedded, state), dim=-1))
+        for layer in self.layers:
+            state = layer(state, rotation, attend)
+        return state
 
     def logits(self, state: Tensor, shared_output: Tensor) -> Tensor:
         """Return ``[..., draft_vocab]`` through the target's output layer."""

@@ -17,14 +17,14 @@ from specdec_lab.target import Target
 
 
 class RecurrentHead(Protocol):
-    """One decoder layer that runs along the text on hidden states and the tokens that followed them.
+    """A decoder layer, or a few, that run along the text on hidden states and the tokens that followed them.
 
     The input at position *t* is what is known of the state after token *t* and the embedding of token *t + 1*; the
     output stands for the state after token *t + 1*, from which token *t + 2* is drafted. It is the input of the next
     step where the target's own state is not known yet.
 
     Attributes:
-        config: shape of the layer.
+        config: shape of the layers, and how many there are.
         vocabulary: what it can draft.
         feature_layers: hidden states of the target that ``begin`` reads.
         rotation: of its positions.
@@ -42,11 +42,11 @@ class RecurrentHead(Protocol):
 
     @property
     def attention(self) -> Attention:
-        """Its layer's attention."""
+        """Its last layer's attention."""
         ...
 
     def begin(self, features: Mapping[int, Tensor]) -> Tensor:
-        """Return the layer's input from the target's states, ``{layer: [..., target hidden]} -> [..., hidden]``."""
+        """Return the first layer's input from the target's, ``{layer: [..., target hidden]} -> [..., hidden]``."""
         ...
 
     def step(self, state: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:

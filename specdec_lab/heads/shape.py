@@ -9,11 +9,12 @@ from transformers import LlamaConfig
 from specdec_lab.target import Target
 
 
-def layer_config(target: Target, intermediate_size: int | None = None) -> LlamaConfig:
-    """Return the configuration of one Llama layer of the target's width, heads and rotary positions.
+def layer_config(target: Target, intermediate_size: int | None = None, layers: int = 1) -> LlamaConfig:
+    """Return the configuration of Llama layers of the target's width, heads and rotary positions.
 
     Args:
         intermediate_size: of the feed-forward network; ``None``: the target's.
+        layers: of the head.
     """
     config: Any = target.model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -23,7 +24,7 @@ def layer_config(target: Target, intermediate_size: int | None = None) -> LlamaC
         vocab_size=target.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=intermediate_size or getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=head_dim,

@@ -67,8 +67,8 @@ def test_the_last_group_is_taught_and_no_other():
     value = torch.randn(1, 2, 7, 8, generator=generator)
 
     def losses(query: torch.Tensor, key: torch.Tensor) -> tuple[float, float]:
-        attend, watch = UnrolledAttention(copy_sources(ids, supervised)), CopyWatch(ids, supervised, layers=2)
-        attend(query, key, value)
+        attend, watch = UnrolledAttention({0: copy_sources(ids, supervised)}), CopyWatch(ids, supervised, layers=2)
+        attend(0, query, key, value)
         watch(1, query, key, value)
         return float(attend.copy_loss), float(watch.loss)
 
@@ -102,6 +102,9 @@ def repeating(target: Target, seed: int) -> Batch:
 
 LEARNERS: dict[str, Callable[..., Learner]] = {
     "eagle": lambda target, counts: EagleLearner(target, counts, steps=2, draft_vocab=None, copying=1.0),
+    "eagle of two layers": lambda target, counts: EagleLearner(
+        target, counts, steps=2, draft_vocab=None, copying=1.0, layers=2
+    ),
     "eagle3": lambda target, counts: Eagle3Learner(
         target, counts, steps=2, draft_vocab=None, layers=[0, 1, 2], copying=1.0
     ),
@@ -111,7 +114,7 @@ LEARNERS: dict[str, Callable[..., Learner]] = {
 }
 
 
-CARRIED = {"eagle": 1.0, "eagle3": 0.75, "draft_model": 0.95}
+CARRIED = {"eagle": 1.0, "eagle of two layers": 1.0, "eagle3": 0.75, "draft_model": 0.95}
 """Part of the loss that may be left; an output layer that is the tiny target's own is all but flat."""
 
 

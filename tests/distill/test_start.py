@@ -9,6 +9,8 @@ import pytest
 import torch
 from test_learners import SETTINGS
 
+from specdec_lab.distill.batch import Example
+from specdec_lab.distill.features import OnlineFeatures
 from specdec_lab.distill.learner import Learner
 from specdec_lab.distill.start import started
 from specdec_lab.errors import InputError
@@ -55,6 +57,27 @@ def test_another_size_of_vocabulary_is_refused(kind: str, tiny_target, tmp_path:
     exported(kind, target, tmp_path / "head")
     with pytest.raises(InputError, match=r"start=.*give head.draft_vocab="):
         started(lambda t, counts: made(kind, t, counts, draft_vocab=50), kind, str(tmp_path / "head"), target)
+
+
+def test_layers_that_a_head_lacks_begin_as_doing_nothing(tiny_target, tmp_path: Path):
+    """A head is made deeper without losing what it has learnt; one that is made shallower would lose it."""
+    target: Target = tiny_target()
+    exported("eagle", target, tmp_path / "head")
+    learner, deeper = (
+        started(lambda t, counts, n=n: made("eagle", t, counts, layers=n), "eagle", str(tmp_path / "head"), target)[0]
+        for n in (1, 3)
+    )
+    batch = OnlineFeatures(target, learner.feature_layers).batch([Example("one", tuple(range(5, 29)), (True,) * 24)])
+    outcome = deeper(batch)
+    assert outcome.loss.item() == pytest.approx(learner(batch).loss.item(), rel=1e-5)
+    outcome.loss.backward()
+    gradients = {name: weight.grad for name, weight in deeper.head.named_parameters()}
+    for layer in (1, 2):
+        assert gradients[f"layers.{layer}.self_attn.o_proj.weight"].abs().max() > 0
+        assert gradients[f"layers.{layer}.mlp.down_proj.weight"].abs().max() > 0
+    deeper.export(tmp_path / "deeper", {})
+    with pytest.raises(InputError, match=r"another shape .*layers\.2\."):
+        started(lambda t, counts: made("eagle", t, counts, layers=2), "eagle", str(tmp_path / "deeper"), target)
 
 
 def test_another_shape_is_refused(tiny_target, tmp_path: Path):

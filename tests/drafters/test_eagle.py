@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from heads_at_hand import eagle3_head, eagle_head, every_other
+from heads_at_hand import eagle3_head, eagle_head, every_other, two_layer_eagle_head
 
 from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.distill.batch import Batch, Example, collate
@@ -23,7 +23,7 @@ from specdec_lab.tree import DraftTree
 FLAT = {1: 1.0, 512: 1.0}
 """Costs under which every node pays."""
 
-HEADS = [eagle_head, eagle3_head]
+HEADS = [eagle_head, two_layer_eagle_head, eagle3_head]
 
 
 def decode(

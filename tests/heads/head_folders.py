@@ -71,6 +71,7 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
     "eagle": lambda: EagleHead(layer(), DraftVocabulary.whole(VOCAB)),
     "eagle biased reduced": lambda: EagleHead(layer(attention_bias=True), reduced(), fc_bias=True),
     "eagle biased whole": lambda: EagleHead(layer(attention_bias=True), DraftVocabulary.whole(VOCAB), fc_bias=True),
+    "eagle of two layers": lambda: EagleHead(layer(num_hidden_layers=2), DraftVocabulary.whole(VOCAB)),
     "eagle3": lambda: Eagle3Head(layer(), DraftVocabulary.whole(VOCAB), (2, 4, 5)),
     "eagle3 reduced": lambda: Eagle3Head(layer(head_dim=16), reduced(), (2, 4, 5)),
     "eagle3 other states": lambda: Eagle3Head(layer(), reduced(), (0, 3, 7)),
@@ -96,7 +97,7 @@ def kind_of(head: nn.Module) -> Any:
     return {MedusaHeads: "medusa", EagleHead: "eagle", Eagle3Head: "eagle3"}[type(head)]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Plain causal attention."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 

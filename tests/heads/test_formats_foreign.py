@@ -235,7 +235,6 @@ def test_eagle_copies_of_the_target_are_compared_and_left_alone(tmp_path: Path):
         ("lm_head_layernorm.weight", "HASS"),
         ("layers.0.input_layernorm.weight", "a norm before its attention"),
         ("layers.0.self_attn.q_norm.weight", "norms of queries and keys"),
-        ("layers.1.mlp.up_proj.weight", "more than one layer"),
         ("token_map", "old server"),
         ("somebody.idea.weight", "which this head does not have"),
         ("layers.0.mlp.up_proj.bias", "which this head does not have"),
@@ -246,6 +245,13 @@ def test_eagle_variants_are_refused_by_name(tensor: str, meaning: str, tmp_path:
     sentence = refusal("eagle", eagle(tmp_path, {tensor: torch.zeros(HIDDEN)}))
     assert tensor in sentence
     assert meaning in sentence
+
+
+def test_eagle_layers_are_counted_in_the_weights(tmp_path: Path):
+    """A configuration copied from a large model does not add layers, and a layer of which a part is missing is told."""
+    same("eagle", eagle(tmp_path / "two", name="eagle of two layers", num_hidden_layers=40), "eagle of two layers")
+    sentence = refusal("eagle", eagle(tmp_path / "torn", {"layers.1.mlp.up_proj.weight": torch.zeros(HIDDEN)}))
+    assert "the weights lack layers.1." in sentence
 
 
 # --- EAGLE-3 ----------------------------------------------------------------------------------------------------------

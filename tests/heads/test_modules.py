@@ -81,6 +81,29 @@ def test_eagle_is_a_llama_layer_without_its_first_norm(shape: str):
     assert (ours - theirs).abs().max() < CLOSE * theirs.abs().max()
 
 
+def test_layers_of_eagle_beyond_the_first_are_whole_llama_layers():
+    """As the published code builds them: only the first one has no norm before its attention."""
+    config = layer(num_hidden_layers=2)
+    head = small(EagleHead(config, DraftVocabulary.whole(VOCAB)))
+    assert isinstance(head, EagleHead)
+    states, embedded = noise(ROWS, TOKENS, HIDDEN), noise(ROWS, TOKENS, HIDDEN, seed=1)
+    first = stock_layer(config, head.layers[0], HIDDEN)
+    second = LlamaDecoderLayer(first.self_attn.config, 1)
+    second.load_state_dict(head.layers[1].state_dict())
+    more = {"attention_mask": causal(), "position_embeddings": stock_positions(config)}
+    seen: list[int] = []
+
+    def watched(index: int, *parts: Tensor) -> Tensor:
+        seen.append(index)
+        return attend(index, *parts)
+
+    with torch.inference_mode():
+        ours = head.step(head.begin({-1: states}), embedded, rotation(head), watched)
+        theirs = second(first(torch.cat((embedded, states), dim=-1) @ head.fc.weight.T, **more), **more)
+    assert seen == [0, 1]
+    assert (ours - theirs).abs().max() < CLOSE * theirs.abs().max()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_eagle3_layer_against_transformers_attention(shape: str):
     """The residual is the fused state, not its norm; attention reads the normed embedding first, then the state."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from specdec_lab.distill import losses
 from specdec_lab.distill.batch import Batch, ahead
 from specdec_lab.distill.context import TextContext
-from specdec_lab.distill.copying import carried, carried_states, copy_sources
+from specdec_lab.distill.copying import carried, carried_states, recurrent_sources
 from specdec_lab.distill.hits import HitCounter
 from specdec_lab.distill.learner import Learner, Outcome
 from specdec_lab.distill.teacher import Teacher
@@ -69,7 +69,9 @@ class RecurrentLearner(Learner):
         counter = HitCounter(batch.supervised)
         total = torch.zeros((), device=batch.ids.device)
         shown: dict[str, Tensor] = {}
-        attend = UnrolledAttention(copy_sources(batch.ids, batch.supervised) if self.copying else None)
+        layers = head.config.num_hidden_layers
+        sources = recurrent_sources(batch.ids, batch.supervised, layers) if self.copying else None
+        attend = UnrolledAttention(sources)
         for step, states in enumerate(unrolled(head, parts, self._disturbed(batch), self.steps, attend)):
             rows = teacher.at(self.offsets[step])
             drafted = states[rows.marked]
@@ -157,6 +159,7 @@ class EagleLearner(RecurrentLearner):
         noise: half-width of uniform noise on the target's states, in standard deviations.
         copying: weight of the attention's loss where a label can be copied, see ``specdec_lab.distill.copying``.
         context_vocab: whether it can also draft what the text holds already, see ``specdec_lab.distill.context``.
+        layers: of the head; the papers' heads have one.
         intermediate_size: of the feed-forward network; ``None``: the target's.
         seed: of the first weights.
     """
@@ -176,17 +179,37 @@ class EagleLearner(RecurrentLearner):
         noise: Annotated[float, Field(ge=0)] = 0.0,
         copying: Annotated[float, Field(ge=0)] = 0.0,
         context_vocab: bool = False,
+        layers: Annotated[int, Field(ge=1, le=8)] = 1,
         intermediate_size: Annotated[int, Field(ge=1)] | None = None,
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
         vocabulary = chosen_vocabulary(target, counts, draft_vocab)
-        head = EagleHead(layer_config(target, intermediate_size), vocabulary, context_vocab=context_vocab)
+        head = EagleHead(layer_config(target, intermediate_size, layers), vocabulary, context_vocab=context_vocab)
         start_small(head, torch.Generator().manual_seed(seed))
         self.feature_layers = head.feature_layers
         mix = CROSS_ENTROPY if losses is None else losses
         super().__init__(
             target, head, steps=steps, decay=decay, mix=mix, regression=regression, noise=noise, copying=copying
         )
+
+    def begin_at(self, head: nn.Module) -> None:
+        """Take over the weights of a head of as many layers, or of fewer: those it lacks begin as doing nothing.
+
+        Raises:
+            RuntimeError: it has other weights.
+        """
+        assert isinstance(head, EagleHead)
+        assert isinstance(self.head, EagleHead)
+        with torch.no_grad():
+            for layer in self.head.layers[len(head.layers) :]:
+                layer.self_attn.o_proj.weight.zero_()  # pyright: ignore[reportAttributeAccessIssue]
+                layer.mlp.down_proj.weight.zero_()  # pyright: ignore[reportAttributeAccessIssue]
+        kept = {
+            name: tensor
+            for name, tensor in self.head.state_dict().items()
+            if name.startswith(tuple(f"layers.{layer}." for layer in range(len(head.layers), len(self.head.layers))))
+        }
+        self.head.load_state_dict({**kept, **head.state_dict()})
 
 
 class Eagle3Learner(RecurrentLearner):

@@ -1,13 +1,15 @@
 """Checkpoints of EAGLE-1 and EAGLE-2, which differ in the tree alone (arXiv 2401.15077, 2406.16858).
 
 Tensors: ``fc.weight [hidden, 2 * hidden]``, ``fc.bias`` in some, and ``layers.0.`` of a Llama without a norm before its
-attention. Many hold a copy of the target's embedding, and exports for an old server one of its output layer: both are
-compared and then left alone. An extension of this package is ``d2t``, the offsets of a reduced vocabulary.
+attention; further layers are whole ones, as the published code builds them where a configuration asks for more. Many
+hold a copy of the target's embedding, and exports for an old server one of its output layer: both are compared and then
+left alone. An extension of this package is ``d2t``, the offsets of a reduced vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,11 +29,12 @@ VARIANTS = {
     "lm_head_layernorm.": "a head with a norm before its output layer (HASS and others)",
     "layers.0.input_layernorm.": "a head with a norm before its attention",
     ".q_norm.": "attention with norms of queries and keys",
-    "layers.1.": "a head of more than one layer",
     "token_map": "the reduced vocabulary of an old server",
 }
 
 CONTEXT_VOCAB = "context_vocab"
+
+LAYER = re.compile(r"layers\.(\d{1,2})\.")
 
 PROJECTION_BIAS = "layers.0.self_attn.q_proj.bias"
 
@@ -48,13 +51,18 @@ def read_eagle(checkpoint: Checkpoint, target: Target) -> tuple[EagleHead, dict[
     fields = layer_group(checkpoint)
     fc_bias = stated_fc_bias(checkpoint, held="fc.bias" in names)
     bias = refuse_stated_bias(checkpoint, fields, ("qkv_bias", "attention_bias"), PROJECTION_BIAS in names)
-    config = read_layer(checkpoint, fields, target, bias=bias)
+    config = read_layer(checkpoint, fields, target, bias=bias, layers=count_layers(names))
     vocabulary = read_vocabulary(checkpoint, None, target)
     for name, own in copies.items():
         if name in checkpoint.names:
             refuse_other_values(checkpoint, name, own, "use a head that was trained for this target")
     context = stated_context_vocab(checkpoint)
     return hollow(lambda: EagleHead(config, vocabulary, fc_bias, context)), {name: name for name in names}
+
+
+def count_layers(names: Sequence[str]) -> int:
+    """Return how many layers a checkpoint holds; at least one, so that a missing one is missed by its tensors."""
+    return 1 + max((int(found.group(1)) for name in names if (found := LAYER.match(name))), default=0)
 
 
 def copied_parts(target: Target) -> dict[str, Tensor]:

@@ -32,14 +32,17 @@ class LayerFields(BaseModel):
     rope_parameters: dict[str, Any] | None = None
 
 
-def read_layer(checkpoint: Checkpoint, fields: Mapping[str, Any], target: Target, *, bias: bool) -> LlamaConfig:
-    """Return the configuration of a head's layer. How many layers there are is counted in the weights, not read here.
+def read_layer(
+    checkpoint: Checkpoint, fields: Mapping[str, Any], target: Target, *, bias: bool, layers: int = 1
+) -> LlamaConfig:
+    """Return the configuration of a head's layers.
 
     Args:
         checkpoint: for messages.
         fields: the part of its configuration that states the layer.
         target: whose vocabulary it has to have.
         bias: whether the projections of queries, keys and values have one, as the weights show.
+        layers: as counted in the weights; published configurations state that of another model at times.
 
     Raises:
         InputError: a field that is missing or cannot be, or is that of another target.
@@ -58,7 +61,7 @@ def read_layer(checkpoint: Checkpoint, fields: Mapping[str, Any], target: Target
         raise checkpoint.refusal(f"hidden_act={layer.hidden_act!r} in {CONFIG} is no activation of transformers")
     given = {name: value for name, value in layer.model_dump().items() if value is not None}
     try:
-        return LlamaConfig(**given, num_hidden_layers=1, attention_bias=bias, tie_word_embeddings=False)
+        return LlamaConfig(**given, num_hidden_layers=layers, attention_bias=bias, tie_word_embeddings=False)
     except Exception as error:  # transformers checks heads against widths, and rotary parameters
         raise checkpoint.refusal(f"{CONFIG} states no layer that can be ({one_line(error)}); mend it") from error
 
@@ -73,7 +76,7 @@ def layer_fields(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,

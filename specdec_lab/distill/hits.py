@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -9,11 +11,28 @@ RANKS = tuple(range(1, 9))
 """Ranks that accuracies are reported for: whether the label is among the first so many."""
 
 
+@dataclass(frozen=True)
+class Ranked:
+    """The first choices of a head at one depth, one entry per choice.
+
+    Attributes:
+        log_odds: of their probabilities, ``[choices]``.
+        right: whether the target takes them, ``[choices]``, bool.
+    """
+
+    log_odds: Tensor
+    right: Tensor
+
+
 class HitCounter:
     """Counts, depth by depth, how often the text's own token is among a head's first choices.
 
     A chain counts as right at a depth when the first choice was right there and at every depth before it, from the same
     starting position: that is what greedy decoding of a chain accepts, if the text is the target's greedy answer.
+
+    Attributes:
+        ranked: by depth, where the head is not being trained: its first choices and whether they are right, at places
+            where the text goes on with the target's likeliest token.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -21,9 +40,12 @@ class HitCounter:
         self._started = torch.ones_like(like, dtype=torch.bool)
         self.hits: dict[str, Tensor] = {}
         self.seen: dict[str, Tensor] = {}
+        self.ranked: dict[int, Ranked] = {}
 
     @torch.no_grad()
-    def count(self, depth: int, marked: Tensor, student_logits: Tensor, labels: Tensor) -> None:
+    def count(
+        self, depth: int, marked: Tensor, student_logits: Tensor, labels: Tensor, likeliest: Tensor | None = None
+    ) -> None:
         """Add one depth.
 
         Args:
@@ -31,6 +53,7 @@ class HitCounter:
             marked: positions with a label, ``[rows, tokens]``.
             student_logits: ``[marked, draft_vocab]``.
             labels: draft ids, -1 where the vocabulary lacks the token, ``[marked]``.
+            likeliest: the target's first choices among the draft ids, ``[marked]``, if the head's are to be ``ranked``.
         """
         best = student_logits.topk(min(RANKS[-1], student_logits.shape[-1]), dim=-1).indices  # [marked, ranks]
         right = best == labels[:, None]
@@ -43,3 +66,8 @@ class HitCounter:
         self._started &= marked  # before a reply a chain has depths without a label, and could never be right
         self.hits[f"chain{depth}/right"], self.seen[f"chain{depth}"] = self._chain.sum(), self._started.sum()
         self.seen[name] = marked.sum()
+        if likeliest is not None:
+            greedy = (labels < 0) | (labels == likeliest)
+            chances = student_logits[greedy].float().softmax(dim=-1).gather(-1, best[greedy])
+            odds = torch.logit(chances.double(), eps=1e-6).float()  # finite where a chance is 0 or 1
+            self.ranked[depth] = Ranked(odds.flatten(), right[greedy].flatten())

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from specdec_lab.distill.batch import Batch, Example
+from specdec_lab.distill.hits import Ranked
 from specdec_lab.drafters.base import Drafter
 from specdec_lab.heads.vocabulary import DraftVocabulary
 from specdec_lab.target import Target
@@ -26,12 +27,14 @@ class Outcome:
         parts: its parts by name, scalars without graph.
         hits: counts by name (``depth1/top1``, ``depth1/top5``, ...), scalars.
         seen: how many positions the ``hits`` of a name are counted over, by the part before the slash.
+        ranked: the head's first choices by depth, where it is not being trained; see ``HitCounter``.
     """
 
     loss: Tensor
     parts: dict[str, Tensor] = field(default_factory=dict)
     hits: dict[str, Tensor] = field(default_factory=dict)
     seen: dict[str, Tensor] = field(default_factory=dict)
+    ranked: dict[int, Ranked] = field(default_factory=dict)
 
 
 class Learner(nn.Module, ABC):

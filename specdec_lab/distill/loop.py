@@ -23,6 +23,7 @@ from specdec_lab.bench.console import progress
 from specdec_lab.bench.files import storage
 from specdec_lab.bench.settings import changed_settings
 from specdec_lab.distill.batch import Batch, Example
+from specdec_lab.distill.calibrating import calibration_numbers, fitted_lines, lines_of, odds_counts
 from specdec_lab.distill.features import FeatureSource, on_device
 from specdec_lab.distill.history import (
     History,
@@ -62,6 +63,7 @@ from specdec_lab.distill.training_state import (
     write_checkpoint,
 )
 from specdec_lab.errors import InputError, SpecdecError, listed
+from specdec_lab.heads.calibration import CALIBRATION
 from specdec_lab.provenance import provenance
 
 log = logging.getLogger(__name__)
@@ -460,7 +462,8 @@ class _Training:
                 torch.no_grad(),
                 own_randomness(self.accelerator.device, derived_seed(self.settings.seed, "evaluation")),
             ):
-                numbers = averages(self.merged(added(*self.validation_sums())))
+                sums = self.merged(added(*self.validation_sums()))
+                numbers = averages(sums) | calibration_numbers(fitted_lines(sums))
                 length = simulated_acceptance_length(numbers)
                 if length is not None:
                     numbers["simulated_acceptance_length"] = length
@@ -479,7 +482,8 @@ class _Training:
         for indices in slices:
             batch = self.batch([self.validation[index] for index in indices], filler=self.validation[0])
             with self.autocast():
-                sums.append(outcome_sums(self.learner(batch), batch))
+                outcome = self.learner(batch)
+            sums.append(outcome_sums(outcome, batch) | odds_counts(outcome.ranked))
         return sums
 
     def write(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
@@ -516,7 +520,11 @@ class _Training:
         last = next((row for row in reversed(rows) if row["kind"] == "evaluation"), None)
         if last is None:
             return {}
-        return {"evaluation": dict(last), "accuracy_by_rank": accuracy_by_rank(last)}
+        return {
+            "evaluation": dict(last),
+            "accuracy_by_rank": accuracy_by_rank(last),
+            CALIBRATION: lines_of(last),
+        }
 
     def export(self, step: int) -> Path:
         """Write the head as its strategy loads it, and return the folder."""

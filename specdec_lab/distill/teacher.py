@@ -75,3 +75,8 @@ class Rows:
     ) -> None:
         self.marked, self.target_probs, self.labels, self.states = marked, target_probs, labels, states
         self.unsaid = unsaid
+
+    @property
+    def likeliest(self) -> Tensor:
+        """The target's first choice of what can be drafted, ``[marked]``."""
+        return self.target_probs.argmax(dim=-1)

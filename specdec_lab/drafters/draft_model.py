@@ -16,6 +16,7 @@ from specdec_lab.cost import best_chain_length, paying_tree
 from specdec_lab.drafters.base import DraftContext
 from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import InputError
+from specdec_lab.heads.calibration import AT_ITS_WORD, stated_calibration
 from specdec_lab.heads.draft_lm import DraftLM
 from specdec_lab.heads.draft_lm_files import is_draft_model, load_draft_model, refuse_head
 from specdec_lab.heads.facts import training_tokens
@@ -93,7 +94,7 @@ class DraftModelDrafter(SizedDrafter):
         self.k, self.branches, self.width, self.nodes = k, branches, width, nodes or grown
         self.min_probability, self.draft_cost = min_probability, draft_cost
         made, facts = _made_from_target(target, model)
-        self.training_tokens = training_tokens(facts)
+        self.training_tokens, self.calibration = training_tokens(facts), stated_calibration(facts)
         self.vocabulary: DraftVocabulary | None = None  # of a draft that was made from the target
         if made is None:
             assert isinstance(model, str)
@@ -277,10 +278,11 @@ class _Growth:
         count = drafter.branches if self.level == 1 or not self.drawn else 1
         plain = not (self.drawn or self.coupled or self.rule.processors)
         chosen = drafter.likeliest(rows, count) if plain else self._processed(rows, count)
+        calibration = drafter.calibration if self.context.randomness.sampling.greedy else AT_ITS_WORD
         born: list[int] = []
         for node, children in zip(self.frontier, chosen, strict=True):
             for token, chance in children:
-                reach = self.reach[node] * chance
+                reach = self.reach[node] * calibration.chance(chance, self.level)
                 best = len(self.tokens) == 1  # the likeliest of all is offered, however unlikely
                 if not (self.drawn or best) and reach < drafter.min_probability:
                     continue

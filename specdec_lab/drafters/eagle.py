@@ -16,6 +16,7 @@ from specdec_lab.drafters.base import DraftContext
 from specdec_lab.drafters.medusa import MEASURED, check_head, measured_accuracy
 from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import DrafterError
+from specdec_lab.heads.calibration import AT_ITS_WORD, stated_calibration
 from specdec_lab.heads.decoder import attention_shape
 from specdec_lab.heads.eagle import EagleHead
 from specdec_lab.heads.eagle3 import Eagle3Head
@@ -41,7 +42,9 @@ class EagleDrafter(SizedDrafter):
     most; at the end the best of all candidates stay (EAGLE-2). A static tree expands the same ranks in every round
     (EAGLE-1). Deviation: a candidate below ``min_probability`` is not expanded.
 
-    A head that was trained with ``context_vocab`` drafts what its text holds besides its reduced vocabulary.
+    A head that was trained with ``context_vocab`` drafts what its text holds besides its reduced vocabulary. Where the
+    target's tokens are its likeliest ones, the head's probabilities are taken for what its training has found them to
+    be worth (``specdec_lab.heads.calibration``).
 
     Args:
         head: folder or hub id of the head; ``shipped`` for that of the default target.
@@ -79,7 +82,7 @@ class EagleDrafter(SizedDrafter):
             assert isinstance(loaded, EagleHead | Eagle3Head)
             head = loaded
         self.head, self.parts = head, SharedParts(target, head.vocabulary)
-        self.training_tokens = training_tokens(facts)
+        self.training_tokens, self.calibration = training_tokens(facts), stated_calibration(facts)
         self.static = self._static(tree, depth, nodes, facts)
         self.depth = self.static.depth if self.static else depth
         self.width = width
@@ -389,13 +392,15 @@ class _Growth:
         """Add the children of the frontier, and choose which of them to run next."""
         states = self.drafting(states)
         self.level += 1
+        calibration = drafter.calibration if self.context.randomness.sampling.greedy else AT_ITS_WORD
         born: list[tuple[int, int]] = []  # (child, index of its parent among the states)
         for at, node in enumerate(self.frontier):
             for rank in self._ranks(node, drafter):
                 child = len(self.tokens)
                 self.tokens.append(tokens[at][rank])
                 self.parents.append(node)
-                self.values.append(self.values[node] * min(1.0, chances[at][rank]))
+                chance = chances[at][rank]
+                self.values.append(self.values[node] * min(1.0, calibration.chance(chance, self.level)))
                 self.ranks.append((*self.ranks[node], rank))
                 born.append((child, at))
         if self.level == self.depth:

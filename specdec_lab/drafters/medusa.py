@@ -14,6 +14,7 @@ from specdec_lab.cost import paying_tree
 from specdec_lab.drafters.base import DraftContext
 from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import InputError
+from specdec_lab.heads.calibration import AT_ITS_WORD, Calibration, stated_calibration
 from specdec_lab.heads.facts import training_tokens
 from specdec_lab.heads.formats import Kind, check_source, load_head
 from specdec_lab.heads.medusa import MedusaHeads
@@ -34,7 +35,9 @@ class MedusaDrafter(SizedDrafter):
     Head *h* guesses the token *h + 1* places after the last committed one. A path through the heads' choices is worth
     the product of their probabilities. Deviation: by default the tree is grown anew in each round from these products,
     where the paper's is static; static trees are a parameter. Heads that were trained beside ``Transitions`` guess
-    together with them, so that a token's chance depends on the draft before it.
+    together with them, so that a token's chance depends on the draft before it. Where the target's tokens are its
+    likeliest ones, probabilities are taken for what training has found them to be worth
+    (``specdec_lab.heads.calibration``).
 
     Args:
         head: folder or hub id of the heads; ``shipped`` for those of the default target.
@@ -64,7 +67,7 @@ class MedusaDrafter(SizedDrafter):
             assert isinstance(loaded, MedusaHeads)
             head = loaded
         self.heads, self.parts = head, SharedParts(target, head.vocabulary)
-        self.training_tokens = training_tokens(facts)
+        self.training_tokens, self.calibration = training_tokens(facts), stated_calibration(facts)
         self.branches = min(branches, len(head.vocabulary))
         self.static = self._static(tree, nodes, facts)
         most = 1 + (len(self.static.paths) if self.static else nodes)
@@ -126,9 +129,12 @@ class MedusaDrafter(SizedDrafter):
         draft_ids, chances = best.indices.cpu().numpy(), best.values.cpu().numpy()
         held = chances if self.heads.transitions is None else laws.numpy()
         return [
-            self._tree(context, _Guesses(self, held[row], draft_ids[row], chances[row]))
+            self._tree(context, _Guesses(self, held[row], draft_ids[row], chances[row], self._calibrated(context)))
             for row, context in enumerate(contexts)
         ]
+
+    def _calibrated(self, context: DraftContext) -> Calibration:
+        return self.calibration if context.randomness.sampling.greedy else AT_ITS_WORD
 
     def _tree(self, context: DraftContext, guesses: _Guesses) -> DraftTree:
         """Put tokens in the place of ranks, or grow the tree; nothing is drafted after an EOS."""
@@ -173,7 +179,15 @@ class MedusaDrafter(SizedDrafter):
 class _Guesses:
     """What the heads guess in one round: the children of any draft."""
 
-    def __init__(self, drafter: MedusaDrafter, laws: np.ndarray, draft_ids: np.ndarray, chances: np.ndarray) -> None:
+    def __init__(
+        self,
+        drafter: MedusaDrafter,
+        laws: np.ndarray,
+        draft_ids: np.ndarray,
+        chances: np.ndarray,
+        calibration: Calibration,
+    ) -> None:
+        self._calibration = calibration
         self._laws, self._draft_ids, self._chances = laws, draft_ids, chances
         self._transitions, self._token_ids = drafter.heads.transitions, drafter.token_ids
         self._known: dict[tuple[int | None, int], list[tuple[int, float]]] = {}
@@ -188,7 +202,9 @@ class _Guesses:
                 found = list(zip(best.tolist(), chances.tolist(), strict=True))
             else:
                 found = likeliest(self._laws[depth - 1], best, pairs.after(token), len(best))
-            self._known[place] = [(self._token_ids[draft_id], chance) for draft_id, chance in found]
+            self._known[place] = [
+                (self._token_ids[draft_id], self._calibration.chance(chance, depth)) for draft_id, chance in found
+            ]
         return self._known[place]
 
 

@@ -124,13 +124,20 @@ class Recorder:
     """Stands in for the counter of hits and remembers which first choices were right where."""
 
     def __init__(self) -> None:
-        self.hits, self.seen, self._right = {}, {}, {}
+        self.hits, self.seen, self.ranked, self._right = {}, {}, {}, {}
 
     def __call__(self, like: torch.Tensor) -> Recorder:
         self._right = {}
         return self
 
-    def count(self, depth: int, marked: torch.Tensor, student_logits: torch.Tensor, labels: torch.Tensor) -> None:
+    def count(
+        self,
+        depth: int,
+        marked: torch.Tensor,
+        student_logits: torch.Tensor,
+        labels: torch.Tensor,
+        likeliest: torch.Tensor | None,
+    ) -> None:
         first = torch.zeros_like(marked)
         first[marked] = student_logits.argmax(dim=-1) == labels
         self._right[depth] = first

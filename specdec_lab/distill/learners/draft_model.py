@@ -96,8 +96,8 @@ class DraftModelLearner(Learner):
             shown.update({"copying/where": watch.loss.detach(), "copying/what": carried_loss.detach()})
             loss = loss + self.copying * (watch.loss + carried_loss)
         counter = HitCounter(batch.supervised)
-        counter.count(1, rows.marked, logits, rows.labels)
-        return Outcome(loss, shown, counter.hits, counter.seen)
+        counter.count(1, rows.marked, logits, rows.labels, None if self.training else rows.likeliest)
+        return Outcome(loss, shown, counter.hits, counter.seen, counter.ranked)
 
     def _carried_loss(self, value: Tensor, batch: Batch) -> Tensor:
         """Return how badly the copying heads of the last layer bring back the token of a position, in nats."""

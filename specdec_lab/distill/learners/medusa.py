@@ -99,8 +99,8 @@ class MedusaLearner(Learner):
             loss = token_losses.mixed(self.mix, rows.target_probs, logits).sum()
             shown[f"head{at + 1}/token"] = loss.detach()
             total = total + self.decay**at * loss
-            counter.count(at + 1, rows.marked, logits, rows.labels)
-        return Outcome(total, shown, counter.hits, counter.seen)
+            counter.count(at + 1, rows.marked, logits, rows.labels, None if self.training else rows.likeliest)
+        return Outcome(total, shown, counter.hits, counter.seen, counter.ranked)
 
     def tables(self) -> list[nn.Module]:
         """Return the output layers of the heads' own, if they have any."""

@@ -86,12 +86,12 @@ class RecurrentLearner(Learner):
                 shown[f"step{step + 1}/regression"] = distance.detach()
                 loss = loss + self.regression * distance
             total = total + self.decay**step * loss
-            counter.count(step + 1, rows.marked, logits, rows.labels)
+            counter.count(step + 1, rows.marked, logits, rows.labels, None if self.training else rows.likeliest)
         if self.copying:
             carried_loss = self._carried_loss(attend.value, batch, context)
             shown.update({"copying/where": attend.copy_loss.detach(), "copying/what": carried_loss.detach()})
             total = total + self.copying * (attend.copy_loss + carried_loss)
-        return Outcome(total, shown, counter.hits, counter.seen)
+        return Outcome(total, shown, counter.hits, counter.seen, counter.ranked)
 
     def _carried_loss(self, value: Tensor, batch: Batch, context: TextContext | None) -> Tensor:
         """Return how badly the copying heads bring back the token that followed a position, in nats."""

@@ -92,19 +92,18 @@ class VerifyCost:
         most, last = self.points[-1]
         return last * max(nodes, most) / most
 
-    def worth(self, values: Sequence[float]) -> int:
-        """Return how many of the best drafts give the most expected tokens per time of verify forwards.
-
-        What else a round takes is left out, the drafting above all: it is spent whatever is offered, and with it in the
-        ratio a few more nodes would pay.
+    def worth(self, values: Sequence[float], draft_share: float) -> int:
+        """Return how many of the best drafts give the most expected tokens per time of a round.
 
         Args:
             values: probability that the text runs through each draft, the best first.
+            draft_share: what drafting takes, whatever is offered, over a forward of one node.
         """
-        best, best_rate, expected = 0, 1 / self.of(1), 1.0
+        drafting = draft_share * self.of(1)
+        best, best_rate, expected = 0, 1 / (drafting + self.of(1)), 1.0
         for count, value in enumerate(values, start=1):
             expected += value
-            rate = expected / self.of(1 + count)
+            rate = expected / (drafting + self.of(1 + count))
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
@@ -160,16 +159,22 @@ def never_falling(milliseconds: Mapping[int, float]) -> dict[int, float]:
 
 
 def paying_tree(
-    tokens: Sequence[int], parents: Sequence[int], values: Sequence[float], most: int, cost: VerifyCost | None
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    values: Sequence[float],
+    most: int,
+    cost: VerifyCost | None,
+    draft_share: float,
 ) -> DraftTree:
     """Return the best of all candidates, at most so many drafts, and no more than are worth while, but one.
 
     Args:
         tokens: see ``specdec_lab.tree.best_nodes``, as ``parents`` and ``values``.
         cost: of a verify forward; ``None`` where every node pays.
+        draft_share: see ``VerifyCost.worth``.
     """
     if cost is not None:
-        most = max(1, cost.worth(sorted(values[1:], reverse=True)[:most]))
+        most = max(1, cost.worth(sorted(values[1:], reverse=True)[:most], draft_share))
     return best_nodes(tokens, parents, values, most)
 
 

@@ -350,8 +350,8 @@ class _Growth:
         if len(self.tokens) == 1:
             return root_only(self.tokens[0])
         if not self.drawn:
-            nodes, cost = self.drafter.nodes, self.drafter.verify_cost
-            return paying_tree(self.tokens, self.parents, self.reach, nodes, cost)
+            nodes, cost, share = self.drafter.nodes, self.drafter.verify_cost, self.drafter.draft_share
+            return paying_tree(self.tokens, self.parents, self.reach, nodes, cost, share)
         nothing = torch.zeros_like(next(iter(self.laws.values())))
         laws = torch.stack([self.laws.get(node, nothing) for node in range(len(self.tokens))])
         return DraftTree(tuple(self.tokens), tuple(self.parents), laws, without_replacement=True)

@@ -293,7 +293,7 @@ class EagleDrafter(SizedDrafter):
             return root_only(growth.tokens[0])
         if self.static is not None:
             return DraftTree(tuple(growth.tokens), tuple(growth.parents), confidence=tuple(growth.values))
-        return paying_tree(growth.tokens, growth.parents, growth.values, self.nodes, self.verify_cost)
+        return paying_tree(growth.tokens, growth.parents, growth.values, self.nodes, self.verify_cost, self.draft_share)
 
     @property
     def _output(self) -> Tensor:

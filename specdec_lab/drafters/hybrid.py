@@ -59,6 +59,7 @@ class HybridDrafter(SizedDrafter):
         super().__init__(target, max_nodes=nodes + 1, verify_ms=verify_ms)
         self.members = [plan.make(target) for plan in plans]
         self._size_members()
+        self.draft_share = sum(member.draft_share for member in self.members if isinstance(member, SizedDrafter))
         self.nodes = nodes
         self.feature_layers = tuple(sorted({layer for member in self.members for layer in member.feature_layers}))
         self.lossless = all(member.lossless for member in self.members)
@@ -154,7 +155,7 @@ class HybridDrafter(SizedDrafter):
             values[text] = min(values[text], values[text[:-1]] if len(text) > 1 else 1.0)
         ranked = sorted(values, key=lambda text: (-values[text], len(text)))[: self.nodes]
         cost = self.verify_cost
-        worth = len(ranked) if cost is None else cost.worth([values[text] for text in ranked])
+        worth = len(ranked) if cost is None else cost.worth([values[text] for text in ranked], self.draft_share)
         return from_paths(trees[0].tokens[0], ranked[:worth], confidences=_along(ranked[:worth], values))
 
 

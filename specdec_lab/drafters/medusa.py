@@ -173,7 +173,7 @@ class MedusaDrafter(SizedDrafter):
             parents.append(parent)
             depths.append(depths[parent] + 1)
             sure.append(-value)
-        return paying_tree(made, parents, sure, self.nodes, self.verify_cost)
+        return paying_tree(made, parents, sure, self.nodes, self.verify_cost, self.draft_share)
 
 
 class _Guesses:

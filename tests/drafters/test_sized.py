@@ -9,7 +9,7 @@ import pytest
 from oracles import decode
 from scripted import PathsDrafter, context_of
 
-from specdec_lab.cost import VerifyCost, bushy, measure_verify_cost, never_falling
+from specdec_lab.cost import VerifyCost, bushy, measure_verify_cost, never_falling, paying_tree
 from specdec_lab.decode import Request
 from specdec_lab.drafters import sized as sized_module
 from specdec_lab.drafters.hybrid import HybridDrafter
@@ -38,6 +38,28 @@ def test_the_target_is_measured_once(tiny_target: GetTarget, monkeypatch: pytest
 def test_costs_between_and_beyond_measured_points():
     cost = VerifyCost({1: 30.0, 9: 70.0, 5: 40.0})
     assert [cost.of(nodes) for nodes in (1, 3, 5, 7, 9, 18)] == [30, 35, 40, 55, 70, 140]
+
+
+def test_a_node_pays_by_the_time_of_the_whole_round():
+    """Forwards of 10, 11, 12, 13 ms: without drafting 1.5 / 11 beats 1.62 / 12, with 10 ms of it 1.62 / 22 wins.
+
+    Without it trees were cut as if their drafting took no time, which is spent whatever they offer.
+    """
+    cost = VerifyCost({1: 10.0, 4: 13.0})
+    values = [0.5, 0.12, 0.05]
+    assert cost.worth(values, 0.0) == 1
+    assert cost.worth(values, 1.0) == 2
+    assert cost.worth(values, 4.0) == 3
+    assert cost.worth([], 1.0) == cost.worth([0.0, 0.0], 1.0) == 0
+    parents, tokens = [-1, 0, 1, 2], [1, 2, 3, 4]
+    assert len(paying_tree(tokens, parents, [1.0, *values], 9, cost, 1.0)) == 3
+    assert len(paying_tree(tokens, parents, [1.0, *values], 9, cost, 0.0)) == 2
+    assert len(paying_tree(tokens, parents, [1.0, 0.0, 0.0, 0.0], 9, cost, 0.0)) == 2
+
+
+def test_a_hybrid_drafts_as_long_as_its_members(tiny_target: GetTarget):
+    """Lookups take no time, so that their trees are cut by the verify forward alone."""
+    assert HybridDrafter(tiny_target(), members=["ngram", "recycling"]).draft_share == 0 < Confident.draft_share
 
 
 def test_a_measured_cost_has_every_size(tiny_target: GetTarget):

@@ -83,7 +83,12 @@ class Tracker(Protocol):
 ADDED_LATER: Mapping[str, Any] = {"optimizer": "adamw", "repeats": 0}
 """Settings that older checkpoints do not state, with what they were then."""
 
-ADDED_TO_HEADS_LATER: Mapping[str, Any] = {"context_vocab": False, "transitions": 0.0}
+ADDED_TO_HEADS_LATER: Mapping[str, Any] = {
+    "context_vocab": False,
+    "layers": 1,
+    "root": False,
+    "transitions": 0.0,
+}
 """Likewise, of a head."""
 
 Measure = Callable[[Learner], Mapping[str, float]]

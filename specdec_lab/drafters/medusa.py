@@ -34,7 +34,8 @@ class MedusaDrafter(SizedDrafter):
 
     Head *h* guesses the token *h + 1* places after the last committed one. A path through the heads' choices is worth
     the product of their probabilities. Deviation: by default the tree is grown anew in each round from these products,
-    where the paper's is static; static trees are a parameter. Heads that were trained beside ``Transitions`` guess
+    where the paper's is static; static trees are a parameter. Heads may see the last committed token too, which the
+    paper's do not (``MedusaHeads``). Heads that were trained beside ``Transitions`` guess
     together with them, so that a token's chance depends on the draft before it. Where the target's tokens are its
     likeliest ones, probabilities are taken for what training has found them to be worth
     (``specdec_lab.heads.calibration``).
@@ -121,7 +122,9 @@ class MedusaDrafter(SizedDrafter):
         messages = [context.verification for context in contexts]
         hidden = torch.stack([message.features[-1][message.path[-1]] for message in messages])  # [rows, hidden]
         dtype = next(self.heads.parameters()).dtype
-        logits = self.heads.logits(hidden.to(dtype), self.parts.output.to(dtype)).float()  # [rows, heads, draft_vocab]
+        roots = self.parts.embed(torch.tensor([context.tokens[-1] for context in contexts], device=hidden.device))
+        begun = self.heads.begin(hidden.to(dtype), roots)
+        logits = self.heads.logits(begun, self.parts.output.to(dtype)).float()  # [rows, heads, draft_vocab]
         laws = logits.softmax(dim=-1).nan_to_num(0)  # what is no number is no chance
         if self.heads.transitions is not None:
             laws = laws.cpu()  # all of them are needed there

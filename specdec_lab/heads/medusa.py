@@ -36,15 +36,24 @@ class MedusaHeads(nn.ModuleList):
         heads: how many.
         blocks: residual blocks per head, each with weights of its own.
         own_output: whether each head has an output layer of its own; otherwise they share the target's.
+        sees_root: whether they also see the token after that state, token *t + 1*, which is known when they draft.
 
     Attributes:
+        root: what its embedding adds to the state, ``[hidden, hidden]``, at zero in the beginning; ``None`` where it is
+            not seen, as in the paper.
         transitions: which tokens follow which, for heads that were trained beside that; their laws alone are no drafts.
     """
 
     feature_layers: tuple[int, ...] = (-1,)
 
     def __init__(
-        self, hidden_size: int, vocabulary: DraftVocabulary, heads: int, blocks: int, own_output: bool = False
+        self,
+        hidden_size: int,
+        vocabulary: DraftVocabulary,
+        heads: int,
+        blocks: int,
+        own_output: bool = False,
+        sees_root: bool = False,
     ) -> None:
         def one() -> nn.ModuleList:
             parts: list[nn.Module] = [ResidualBlock(hidden_size) for _ in range(blocks)]
@@ -55,10 +64,20 @@ class MedusaHeads(nn.ModuleList):
         super().__init__(one() for _ in range(heads))
         self.hidden_size, self.vocabulary = hidden_size, vocabulary
         self.heads, self.blocks, self.own_output = heads, blocks, own_output
+        self.root = nn.Parameter(torch.zeros(hidden_size, hidden_size)) if sees_root else None
         self.transitions: Transitions | None = None
 
+    def begin(self, hidden: Tensor, root: Tensor) -> Tensor:
+        """Return what the heads start from, ``[..., hidden]``.
+
+        Args:
+            hidden: the target's last hidden states, ``[..., hidden]``.
+            root: the target's embeddings of the tokens that followed them, ``[..., hidden]``.
+        """
+        return hidden if self.root is None else hidden + F.linear(root.to(hidden.dtype), self.root)
+
     def state(self, at: int, hidden: Tensor) -> Tensor:
-        """Return what one head makes of the target's last hidden states, ``[..., hidden]``."""
+        """Return what one head makes of what they start from, ``[..., hidden]``."""
         head = self[at]
         assert isinstance(head, nn.ModuleList)
         for block in head[: self.blocks]:
@@ -76,7 +95,7 @@ class MedusaHeads(nn.ModuleList):
         """Return all heads' logits, ``[..., heads, draft_vocab]``.
 
         Args:
-            hidden: the target's last hidden states, ``[..., hidden]``.
+            hidden: what ``begin`` returned, ``[..., hidden]``.
             shared_output: the target's output layer at the draft vocabulary, ``[draft_vocab, hidden]``; read only by
                 heads without an output layer of their own.
         """

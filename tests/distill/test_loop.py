@@ -143,7 +143,8 @@ def test_a_checkpoint_without_a_setting_of_today_goes_on_with_its_default(tmp_pa
         run(tmp_path, resume=True, identity={"head": {"context_vocab": True}})
     with pytest.raises(InputError, match=r"head.transitions=0.6 \(was 0.0\)"):
         run(tmp_path, resume=True, identity={"head": {"transitions": 0.6}})
-    today = {"repeats": 0, "head": {"context_vocab": False, "transitions": 0.0}}
+    head = {"context_vocab": False, "layers": 1, "root": False, "transitions": 0.0}
+    today = {"repeats": 0, "head": head}
     result, _, _ = run(tmp_path, resume=True, identity=today)
     assert not result.interrupted
 

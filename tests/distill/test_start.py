@@ -80,6 +80,26 @@ def test_layers_that_a_head_lacks_begin_as_doing_nothing(tiny_target, tmp_path: 
         started(lambda t, counts: made("eagle", t, counts, layers=2), "eagle", str(tmp_path / "deeper"), target)
 
 
+def test_heads_that_did_not_see_the_root_begin_to_see_it(tiny_target, tmp_path: Path):
+    """What they have learnt stays; the way back would lose what the root told them."""
+    target: Target = tiny_target()
+    exported("medusa", target, tmp_path / "head")
+    without, seeing = (
+        started(lambda t, counts, r=r: made("medusa", t, counts, root=r), "medusa", str(tmp_path / "head"), target)[0]
+        for r in (False, True)
+    )
+    batch = OnlineFeatures(target, seeing.feature_layers).batch([Example("one", tuple(range(5, 29)), (True,) * 24)])
+    outcome = seeing(batch)
+    assert outcome.loss.item() == pytest.approx(without(batch).loss.item(), rel=1e-6)
+    outcome.loss.backward()
+    root = dict(seeing.head.named_parameters())["root"]
+    assert root.grad is not None
+    assert root.grad.abs().max() > 0
+    seeing.export(tmp_path / "seeing", {})
+    with pytest.raises(InputError, match=r"another shape .*root"):
+        started(lambda t, counts: made("medusa", t, counts), "medusa", str(tmp_path / "seeing"), target)
+
+
 def test_another_shape_is_refused(tiny_target, tmp_path: Path):
     """By the first weight that differs."""
     target: Target = tiny_target()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from heads_at_hand import every_other, medusa_heads
+from heads_at_hand import disturbed, every_other, medusa_heads
 
 from specdec_lab.decode import Request, speculative_decode
 from specdec_lab.drafters.medusa import MedusaDrafter
@@ -82,13 +82,20 @@ def heads_and_pairs(target: Target) -> MedusaHeads:
     return heads
 
 
-MAKERS = [medusa_heads, heads_and_pairs]
+def heads_that_see_the_root(target: Target) -> MedusaHeads:
+    heads = MedusaHeads(target.hidden_size, every_other(target), heads=3, blocks=1, sees_root=True)
+    return disturbed(heads)
+
+
+MAKERS = [medusa_heads, heads_and_pairs, heads_that_see_the_root]
 
 
 def children(target: Target, drafter: MedusaDrafter, text: tuple[int, ...], depth: int, token: int, count: int):
     """Return the likeliest tokens after a draft, with their chances, from whole laws."""
     heads = drafter.heads
     hidden = target.model(input_ids=torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0, -2]
+    if heads.root is not None:
+        hidden = hidden + heads.root @ target.model.get_input_embeddings().weight[text[-1]]
     logits = heads.logits(hidden, drafter.parts.output)[depth - 1]
     if heads.transitions is not None:
         logits = logits + heads.transitions.log_factors(torch.tensor([token]))[0]

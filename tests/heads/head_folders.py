@@ -68,6 +68,7 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
     "medusa tied reduced": lambda: MedusaHeads(HIDDEN, reduced(), heads=2, blocks=2),
     "medusa own": lambda: MedusaHeads(HIDDEN, DraftVocabulary.whole(VOCAB), heads=5, blocks=1, own_output=True),
     "medusa own reduced": lambda: MedusaHeads(HIDDEN, reduced(), heads=2, blocks=2, own_output=True),
+    "medusa that sees the root": lambda: MedusaHeads(HIDDEN, reduced(), heads=2, blocks=1, sees_root=True),
     "eagle": lambda: EagleHead(layer(), DraftVocabulary.whole(VOCAB)),
     "eagle biased reduced": lambda: EagleHead(layer(attention_bias=True), reduced(), fc_bias=True),
     "eagle biased whole": lambda: EagleHead(layer(attention_bias=True), DraftVocabulary.whole(VOCAB), fc_bias=True),
@@ -109,7 +110,9 @@ def logits(head: nn.Module, target: Target, tokens: int = 7) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     if isinstance(head, MedusaHeads):
         states = torch.randn(2, tokens, HIDDEN, generator=generator).to(weight)
-        return head.logits(states, SharedParts(target, head.vocabulary).output.to(weight))
+        parts = SharedParts(target, head.vocabulary)
+        roots = parts.embed(torch.randint(0, VOCAB, (2, tokens), generator=generator))
+        return head.logits(head.begin(states, roots), parts.output.to(weight))
     assert isinstance(head, EagleHead | Eagle3Head)
     states = {at: torch.randn(2, tokens, HIDDEN, generator=generator).to(weight) for at in head.feature_layers}
     ids = torch.randint(0, VOCAB, (2, tokens), generator=generator)

@@ -36,6 +36,8 @@ class MedusaLearner(Learner):
         draft_vocab: ids they can draft, the most frequent labels; ``None``: all.
         decay: weight of a head over the one before.
         losses: weights of token losses.
+        root: whether the heads also see the token after the state that they read, which is known when they draft; not
+            as in the paper. Hydra (arXiv 2402.05109) lets them see the drafts before their own too.
         transitions: weight of which tokens follow which in the training texts, see ``specdec_lab.heads.transitions``;
             the heads then learn what that does not say. 0: heads alone, as in the paper.
     """
@@ -53,6 +55,7 @@ class MedusaLearner(Learner):
         draft_vocab: Annotated[int, Field(ge=1)] | None = 8192,
         decay: Annotated[float, Field(gt=0, le=1)] = 0.8,
         losses: dict[str, float] | None = None,
+        root: bool = False,
         transitions: Annotated[float, Field(ge=0, le=2)] = 0.0,
     ) -> None:
         super().__init__(target)
@@ -61,7 +64,7 @@ class MedusaLearner(Learner):
         token_losses.check_mix(self.mix)
         self.vocabulary = chosen_vocabulary(target, counts, draft_vocab)
         self._parts = (SharedParts(target, self.vocabulary),)
-        made = MedusaHeads(target.hidden_size, self.vocabulary, heads, blocks, own_output)
+        made = MedusaHeads(target.hidden_size, self.vocabulary, heads, blocks, own_output, root)
         if own_output:
             with torch.no_grad():
                 for head in made:
@@ -85,7 +88,7 @@ class MedusaLearner(Learner):
         heads, parts = self._heads(), self._parts[0]
         teacher = Teacher(batch, parts, self.vocabulary)
         counter = HitCounter(batch.supervised)
-        hidden = states.to(next(heads.parameters()).dtype)
+        hidden = heads.begin(states.to(next(heads.parameters()).dtype), parts.embed(ahead(batch.ids, 1)))
         total = torch.zeros((), device=batch.ids.device)
         shown: dict[str, Tensor] = {}
         for at, offset in enumerate(self.offsets):
@@ -101,6 +104,16 @@ class MedusaLearner(Learner):
             total = total + self.decay**at * loss
             counter.count(at + 1, rows.marked, logits, rows.labels, None if self.training else rows.likeliest)
         return Outcome(total, shown, counter.hits, counter.seen, counter.ranked)
+
+    def begin_at(self, head: nn.Module) -> None:
+        """Take over other heads; where they do not see the root and these do, it adds nothing in the beginning.
+
+        Raises:
+            RuntimeError: they have other weights.
+        """
+        heads = self._heads()
+        unseen = {} if heads.root is None else {"root": torch.zeros_like(heads.root)}
+        heads.load_state_dict({**unseen, **head.state_dict()})
 
     def tables(self) -> list[nn.Module]:
         """Return the output layers of the heads' own, if they have any."""

@@ -34,7 +34,8 @@ class Medusa2Learner(MedusaLearner):
 
     The target that decodes is the adapted one: texts are its own, and no longer those of the model without.
 
-    The paper trains the heads alone first: ``start`` names the folder of such heads. Without it both start together.
+    The paper trains the heads alone first: ``start`` names the folder of such heads, beside which the adapter starts
+    from no change at all. Without it both start together.
 
     Args:
         rank: of the adapter, on every linear layer but the output layer.
@@ -59,6 +60,7 @@ class Medusa2Learner(MedusaLearner):
         draft_vocab: Annotated[int, Field(ge=1)] | None = 8192,
         decay: Annotated[float, Field(gt=0, le=1)] = 0.8,
         losses: dict[str, float] | None = None,
+        root: bool = False,
         transitions: Annotated[float, Field(ge=0, le=2)] = 0.0,
     ) -> None:
         super().__init__(
@@ -70,6 +72,7 @@ class Medusa2Learner(MedusaLearner):
             draft_vocab=draft_vocab,
             decay=decay,
             losses=losses,
+            root=root,
             transitions=transitions,
         )
         self.heads_weight = heads_weight
@@ -83,10 +86,6 @@ class Medusa2Learner(MedusaLearner):
         heads = self._forward_heads(batch, adapted)
         total = self.heads_weight * heads.loss + held
         return replace(heads, loss=total, parts={**heads.parts, "target/forward_kl": held.detach()})
-
-    def begin_at(self, head: nn.Module) -> None:
-        """Take over Medusa-1 heads; the adapter starts from no change at all."""
-        self._heads().load_state_dict(head.state_dict())
 
     def serving(self) -> AbstractContextManager[None]:
         """Let the target decode with the adapter."""

@@ -7,8 +7,8 @@ Medusa-2       a whole base model with the first version's tensors under ``medus
 =============  =======================================================================================================
 
 Heads and blocks are counted in the weights: published configurations state other numbers. An extension of this package
-is ``d2t``, the offsets of a reduced vocabulary, as EAGLE-3 has them; another are pairs of tokens that follow each other
-(``transitions.``), beside which heads may have been trained.
+is ``d2t``, the offsets of a reduced vocabulary, as EAGLE-3 has them; others are ``root``, by which heads see the token
+after the state, and pairs of tokens that follow each other (``transitions.``), beside which they may have been trained.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ BASE = re.compile(r"model\.\w.*|lm_head\.weight")
 PAIRS, PARTS = "transitions.", ("previous", "following", "counts")
 """Tensors of which tokens follow which, see ``specdec_lab.heads.transitions``."""
 
+ROOT = "root"
+"""Tensor of what the embedding of the token after the state adds to it, see ``MedusaHeads``."""
+
 WEIGHT, MOST_WEIGHT = "transitions", 2
 """Field of what their ratios are raised to."""
 
@@ -64,16 +67,18 @@ def read_medusa(checkpoint: Checkpoint, target: Target) -> tuple[MedusaHeads, di
             names[found["name"]] = stored
             prefixed = prefixed or found["prefix"] is not None
     base = [name for name in others if BASE.fullmatch(name)] if prefixed else []
-    unexpected = [name for name in others if name not in base and name != "d2t" and not name.startswith(PAIRS)]
+    own = (*base, "d2t", ROOT)
+    unexpected = [name for name in others if name not in own and not name.startswith(PAIRS)]
     if unexpected:
         raise checkpoint.refusal(f"the weights hold {listed(unexpected, most=3)}, which Medusa heads do not have")
     refuse_other_base(checkpoint, base, target)
     heads, blocks, own_output = counted(checkpoint, list(names))
     rows = checkpoint.shape(names[f"0.{blocks}.weight"])[0] if own_output else None
     vocabulary = read_vocabulary(checkpoint, rows, target)
-    made = hollow(lambda: MedusaHeads(target.hidden_size, vocabulary, heads, blocks, own_output))
+    sees_root = ROOT in checkpoint.names
+    made = hollow(lambda: MedusaHeads(target.hidden_size, vocabulary, heads, blocks, own_output, sees_root))
     made.transitions = read_transitions(checkpoint, vocabulary)
-    return made, names
+    return made, names | ({ROOT: ROOT} if sees_root else {})
 
 
 def read_transitions(checkpoint: Checkpoint, vocabulary: DraftVocabulary) -> Transitions | None:

@@ -94,8 +94,8 @@ def test_eight_texts_can_be_learnt_by_heart(kind: str, tiny_target, tmp_path: Pa
     target: Target = tiny_target()
     examples = greedy_examples(target)
     learner, row = trained(kind, target, examples, tmp_path)
-    # Medusa sees one token less, with the root all but the drafts; what is neither in a vocabulary nor said before cannot
-    # be drafted; the law of a model of random weights is flat, and a head beside pairs has to learn it in spite of them.
+    # Medusa sees one token less, with the root all but the drafts; what is neither in a vocabulary nor said before
+    # cannot be drafted; the law of a model of random weights is flat, and heads beside pairs learn it in spite of them.
     others = {"medusa": (0.75, 1.8), "medusa, root": (0.85, 2.0), "medusa, transitions": (0.55, 1.5)}
     first, real = (0.75, 1.8) if kind.endswith("context") else others.get(kind, (0.9, 2.2))
     assert row["accuracy/depth1/top1"] > first

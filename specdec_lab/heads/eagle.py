@@ -28,6 +28,12 @@ class EagleLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), rotation, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
+    @torch.no_grad()
+    def add_nothing(self) -> None:
+        """Let it hand on its input as it is; what it adds can be learnt from there."""
+        self.self_attn.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()
+
 
 class EagleHead(nn.Module):
     """One layer or more over the fused embedding and state; the output is read by the target's own output layer.

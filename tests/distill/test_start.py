@@ -71,10 +71,10 @@ def test_layers_that_a_head_lacks_begin_as_doing_nothing(tiny_target, tmp_path: 
     outcome = deeper(batch)
     assert outcome.loss.item() == pytest.approx(learner(batch).loss.item(), rel=1e-5)
     outcome.loss.backward()
-    gradients = {name: weight.grad for name, weight in deeper.head.named_parameters()}
-    for layer in (1, 2):
-        assert gradients[f"layers.{layer}.self_attn.o_proj.weight"].abs().max() > 0
-        assert gradients[f"layers.{layer}.mlp.down_proj.weight"].abs().max() > 0
+    moved = {name for name, weight in deeper.head.named_parameters() if weight.grad is not None and weight.grad.any()}
+    assert {
+        f"layers.{layer}.{part}.weight" for layer in (1, 2) for part in ("self_attn.o_proj", "mlp.down_proj")
+    } <= moved
     deeper.export(tmp_path / "deeper", {})
     with pytest.raises(InputError, match=r"another shape .*layers\.2\."):
         started(lambda t, counts: made("eagle", t, counts, layers=2), "eagle", str(tmp_path / "deeper"), target)
@@ -94,7 +94,7 @@ def test_heads_that_did_not_see_the_root_begin_to_see_it(tiny_target, tmp_path: 
     outcome.loss.backward()
     root = dict(seeing.head.named_parameters())["root"]
     assert root.grad is not None
-    assert root.grad.abs().max() > 0
+    assert root.grad.any()
     seeing.export(tmp_path / "seeing", {})
     with pytest.raises(InputError, match=r"another shape .*root"):
         started(lambda t, counts: made("medusa", t, counts), "medusa", str(tmp_path / "seeing"), target)

@@ -21,7 +21,7 @@ from specdec_lab.distill.teacher import Teacher
 from specdec_lab.distill.unrolled import UnrolledAttention, unrolled
 from specdec_lab.drafters.eagle import EagleDrafter
 from specdec_lab.heads.decoder import start_small
-from specdec_lab.heads.eagle import EagleHead
+from specdec_lab.heads.eagle import EagleHead, EagleLayer
 from specdec_lab.heads.eagle3 import Eagle3Head, check_feature_layers, default_feature_layers
 from specdec_lab.heads.formats import save_head
 from specdec_lab.heads.recurrent import SharedParts
@@ -200,16 +200,12 @@ class EagleLearner(RecurrentLearner):
         """
         assert isinstance(head, EagleHead)
         assert isinstance(self.head, EagleHead)
-        with torch.no_grad():
-            for layer in self.head.layers[len(head.layers) :]:
-                layer.self_attn.o_proj.weight.zero_()  # pyright: ignore[reportAttributeAccessIssue]
-                layer.mlp.down_proj.weight.zero_()  # pyright: ignore[reportAttributeAccessIssue]
-        kept = {
-            name: tensor
-            for name, tensor in self.head.state_dict().items()
-            if name.startswith(tuple(f"layers.{layer}." for layer in range(len(head.layers), len(self.head.layers))))
-        }
-        self.head.load_state_dict({**kept, **head.state_dict()})
+        more = list(enumerate(self.head.layers))[len(head.layers) :]
+        for _, layer in more:
+            assert isinstance(layer, EagleLayer)
+            layer.add_nothing()
+        own = {f"layers.{at}.{name}": tensor for at, layer in more for name, tensor in layer.state_dict().items()}
+        self.head.load_state_dict({**own, **head.state_dict()})
 
 
 class Eagle3Learner(RecurrentLearner):

@@ -230,8 +230,10 @@ class _Training:
     # --- from start to end --------------------------------------------------------------------------------------------
 
     def run(self, console: Console, stop_asked: Callable[[], bool]) -> TrainResult:
-        """Do every step that is left, then export the head."""
+        """Do every step that is left, then export the head; without any it is only evaluated."""
         step = self.restore()
+        if not self.steps:
+            self.log_evaluation(step)
         peak = matmul_peak(self.accelerator.device, self.compute_dtype)
         self.peak = sum(gather_object([peak]))
         self.model.train()
@@ -538,7 +540,9 @@ class _Training:
         if self.main:
             facts = {
                 "optimizer_steps": step,
-                "trained_on": {name: self.counters[name] for name in ("examples", "labels", "tokens", "seconds")},
+                "trained_on": {
+                    name: self.counters.get(name, 0) for name in ("examples", "labels", "tokens", "seconds")
+                },
                 "training": self.identity,
                 **self.measured(),
                 **self.plan.provenance,

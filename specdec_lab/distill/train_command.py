@@ -102,6 +102,10 @@ def plan_training(config: Mapping[str, Any]) -> TrainJob:
         if not isinstance(node, Mapping):
             raise InputError(name, node, f"this is a group of fields; set one of them, as {name}.FIELD=...")
     settings = validate(TrainSettings, config)
+    if settings.max_steps == 0 and settings.start is None:
+        raise InputError(
+            "max_steps", 0, "without steps a head is only measured; name it with start=, or give more steps"
+        )
     load_target = plan_target(groups["target"])
     learner_class: Any = locate(groups["head"].get("_target_"), "head")
     if not (isinstance(learner_class, type) and issubclass(learner_class, Learner)):

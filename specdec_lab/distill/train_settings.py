@@ -41,7 +41,7 @@ class TrainSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     epochs: PositiveInt = 1
-    max_steps: PositiveInt | None = None
+    max_steps: Annotated[int, Field(strict=True, ge=0)] | None = None
     batch_size: PositiveInt = 8
     accumulation: PositiveInt = 1
     optimizer: Literal["adamw", "muon"] = "adamw"

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 from specdec_lab.errors import InputError
+from specdec_lab.heads.calibration import CALIBRATION
+from specdec_lab.heads.formats.files import BLOCK
 from specdec_lab.target import Target
 
 SHIPPED = "shipped"
@@ -58,23 +65,31 @@ def without_folders(text: str) -> str:
     return re.sub(r"(?<![^\s'\"\[,=])(?:~|\.{1,2})?/(?:[^/\s'\"]+/)+([^/\s'\"]+/[^/\s'\"]+)", r"\1", text)
 
 
+MEASURED = ("evaluation", "accuracy_by_rank", CALIBRATION)
+"""Facts of a head that a training without steps finds anew."""
+
+
 def ship(run: Path, kind: str, target_name: str) -> Path:
     """Copy a trained head, and how it was trained, to its place in the package; return that place.
+
+    What a training without steps has measured (``max_steps=0``) is added to the head that is there.
 
     Args:
         run: run folder of a finished training.
 
     Raises:
-        InputError: there is no finished head, or it is too large.
+        InputError: there is no finished head, it is too large, or another one was measured.
     """
-    head = run / "head"
+    head, place = run / "head", shipped_folder(kind, target_name)
     if not head.is_dir():
         raise InputError("run", str(run), "there is no head/ in it; give the folder of a finished training")
     size = sum(path.stat().st_size for path in head.iterdir())
     if size > MOST_BYTES:
         remedy = f"its head takes {size} bytes and at most {MOST_BYTES} are shipped; use a smaller draft_vocab"
         raise InputError("run", str(run), remedy)
-    place = shipped_folder(kind, target_name)
+    if _facts(head)[1].get("optimizer_steps") == 0:
+        _state_what_was_measured(head, place)
+        return place
     unfinished = place.with_name(place.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(head, unfinished)
@@ -86,3 +101,23 @@ def ship(run: Path, kind: str, target_name: str) -> Path:
     shutil.rmtree(place, ignore_errors=True)
     unfinished.rename(place)
     return place
+
+
+def _facts(head: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a head's configuration, and the facts within it."""
+    config = json.loads((head / "config.json").read_text("utf-8"))
+    return config, config.get(BLOCK, config).get("facts", {})
+
+
+def _state_what_was_measured(head: Path, place: Path) -> None:
+    names = {path.name for folder in (head, place) for path in folder.glob("*.safetensors")}
+    pairs = [(load_file(head / name), load_file(place / name)) for name in names if (place / name).exists()]
+    same = len(pairs) == len(names) and all(
+        one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+        for one, other in pairs
+    )
+    if not same:
+        raise InputError("run", str(head.parent), "it has measured another head than the one that is shipped")
+    (config, facts), (_, found) = _facts(place), _facts(head)
+    facts.update({name: found[name] for name in MEASURED if name in found})
+    (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

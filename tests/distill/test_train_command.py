@@ -387,3 +387,23 @@ def test_two_processes_share_one_folder(data: Path):
     assert [row["labels"] for row in together if row["kind"] == "train"] == [
         row["labels"] for row in single if row["kind"] == "train"
     ]
+
+
+def test_a_head_is_measured_without_being_trained(command, data: Path):
+    """Accuracy and calibration of heads that are there, published ones too; the weights stay what they are."""
+    head = ("head=medusa", "head.heads=2", "head.draft_vocab=null", "precision=fp32")
+    code, _, err = command(*head, "epochs=2", "hydra.run.dir=made")
+    assert code == 0, err
+    code, _, err = command(*head, "max_steps=0", "start=made/head", "hydra.run.dir=measured")
+    assert code == 0, err
+    made, measured = (json.loads((data / run / "head" / "config.json").read_text()) for run in ("made", "measured"))
+    facts = measured["specdec_lab"]["facts"]
+    assert facts["optimizer_steps"] == facts["trained_on"]["labels"] == 0
+    assert facts["started_from"]["trained_on"] == made["specdec_lab"]["facts"]["trained_on"]
+    shares = (one["accuracy_by_rank"][0] for one in (facts, made["specdec_lab"]["facts"]))
+    assert next(shares) == pytest.approx(next(shares), abs=0.05)  # the file holds rounded weights
+    weights = [(data / run / "head" / "medusa_lm_head.safetensors").read_bytes() for run in ("made", "measured")]
+    assert weights[0] == weights[1]
+    code, _, err = command(*head, "max_steps=0", "hydra.run.dir=nothing")
+    assert code == 1
+    assert "max_steps=0: without steps a head is only measured" in err.replace("\n", " ")

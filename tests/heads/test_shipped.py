@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from specdec_lab.errors import InputError
 from specdec_lab.heads import shipped
@@ -70,3 +73,25 @@ def test_shipping_copies_what_belongs_to_a_head(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(shipped, "MOST_BYTES", 0)
     with pytest.raises(InputError, match="at most 0 are shipped"):
         ship(run, "eagle", "some")
+
+
+def test_a_measurement_is_added_to_the_head_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A training without steps says what a head is worth; its history stays that of the training that made it."""
+    monkeypatch.setattr(shipped, "shipped_folder", lambda kind, name: tmp_path / "package")
+
+    def written(folder: Path, value: float, **facts: Any) -> None:
+        folder.mkdir(parents=True)
+        save_file({"w": torch.full((2,), value)}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({"specdec_lab": {"kind": "eagle", "facts": facts}}))
+
+    written(tmp_path / "package", 1.0, optimizer_steps=7, accuracy_by_rank=[[0.1]])
+    (tmp_path / "package" / "training_curve.csv").write_text("curve")
+    measured = {"optimizer_steps": 0, "accuracy_by_rank": [[0.5]], "calibration": [[1.0, 0.4]]}
+    written(tmp_path / "run" / "head", 1.0, **measured)
+    place = ship(tmp_path / "run", "eagle", "some")
+    facts = json.loads((place / "config.json").read_text())["specdec_lab"]["facts"]
+    assert facts == {"optimizer_steps": 7, "accuracy_by_rank": [[0.5]], "calibration": [[1.0, 0.4]]}
+    assert (place / "training_curve.csv").read_text() == "curve"
+    written(tmp_path / "other" / "head", 2.0, **measured)
+    with pytest.raises(InputError, match="another head than the one that is shipped"):
+        ship(tmp_path / "other", "eagle", "some")

@@ -39,7 +39,7 @@ class MedusaHeads(nn.ModuleList):
         sees_root: whether they also see the token after that state, token *t + 1*, which is known when they draft.
 
     Attributes:
-        root: what its embedding adds to the state, ``[hidden, hidden]``, at zero in the beginning; ``None`` where it is
+        root: what its embedding, scaled to a root mean square of 1, adds to the state, ``[hidden, hidden]``, at zero in the beginning; ``None`` where it is
             not seen, as in the paper.
         transitions: which tokens follow which, for heads that were trained beside that; their laws alone are no drafts.
     """
@@ -74,7 +74,10 @@ class MedusaHeads(nn.ModuleList):
             hidden: the target's last hidden states, ``[..., hidden]``.
             root: the target's embeddings of the tokens that followed them, ``[..., hidden]``.
         """
-        return hidden if self.root is None else hidden + F.linear(root.to(hidden.dtype), self.root)
+        if self.root is None:
+            return hidden
+        alike = F.rms_norm(root.float(), root.shape[-1:], eps=1e-6)  # embeddings can be far smaller than states
+        return hidden + F.linear(alike.to(hidden.dtype), self.root)
 
     def state(self, at: int, hidden: Tensor) -> Tensor:
         """Return what one head makes of what they start from, ``[..., hidden]``."""

@@ -95,7 +95,8 @@ def children(target: Target, drafter: MedusaDrafter, text: tuple[int, ...], dept
     heads = drafter.heads
     hidden = target.model(input_ids=torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0, -2]
     if heads.root is not None:
-        hidden = hidden + heads.root @ drafter.parts.embed(torch.tensor(text[-1]))
+        root = drafter.parts.embed(torch.tensor(text[-1]))
+        hidden = hidden + heads.root @ (root / root.pow(2).mean().sqrt())
     logits = heads.logits(hidden, drafter.parts.output)[depth - 1]
     if heads.transitions is not None:
         logits = logits + heads.transitions.log_factors(torch.tensor([token]))[0]

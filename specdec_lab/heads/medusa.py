@@ -39,8 +39,8 @@ class MedusaHeads(nn.ModuleList):
         sees_root: whether they also see the token after that state, token *t + 1*, which is known when they draft.
 
     Attributes:
-        root: what its embedding, scaled to a root mean square of 1, adds to the state, ``[hidden, hidden]``, at zero in the beginning; ``None`` where it is
-            not seen, as in the paper.
+        root: what its embedding, scaled to a root mean square of 1, adds to the state, ``[hidden, hidden]``, at zero in
+            the beginning; ``None`` where it is not seen, as in the paper.
         transitions: which tokens follow which, for heads that were trained beside that; their laws alone are no drafts.
     """
 

@@ -18,6 +18,7 @@ from specdec_lab.distill.copying import (
     copy_sources,
     label_sources,
     previous_sources,
+    recurrent_sources,
 )
 from specdec_lab.distill.features import OnlineFeatures
 from specdec_lab.distill.learner import Learner
@@ -47,6 +48,17 @@ def test_sources_are_where_the_label_follows_the_same_token():
 def test_the_token_before_is_the_source_of_the_first_layer():
     supervised = torch.tensor([[True, True, True, False, True]])
     assert previous_sources(supervised).nonzero().tolist() == [[0, 1, 0], [0, 3, 2]]
+
+
+def test_layers_of_a_recurrent_head_share_the_work():
+    """Alone, a layer copies; with another before it, that one brings along the token before, which it is matched by."""
+    ids, supervised = torch.tensor([[7, 5, 6, 5, 6]]), torch.ones(1, 5, dtype=torch.bool)
+    alone, two = recurrent_sources(ids, supervised, 1), recurrent_sources(ids, supervised, 2)
+    assert set(alone) == {0}
+    assert set(two) == {0, 1}
+    assert torch.equal(alone[0], two[1])
+    assert two[1].nonzero().tolist() == [[0, 2, 1]]  # 5 comes next, and after it 6: as it stands at 1 and 2
+    assert torch.equal(two[0], previous_sources(supervised))
 
 
 def test_the_loss_is_the_attention_that_misses_the_sources():

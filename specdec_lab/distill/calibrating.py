@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from scipy.optimize import minimize
 from scipy.special import expit
 
 from specdec_lab.distill.hits import Ranked
-from specdec_lab.heads.calibration import LEAST_SLOPE
+from specdec_lab.heads.calibration import LEAST_SLOPE, MOST
 
 GROUP = "odds"
 """First part of the names of the counts, ``odds/DEPTH/BIN/right`` and ``.../seen``."""
@@ -17,28 +18,36 @@ GROUP = "odds"
 WIDTH, FARTHEST = 0.25, 9.0
 """Width of a bin of log-odds, and where the outermost ones lie."""
 
+EDGE = round(FARTHEST / WIDTH)
+"""Bins on either side of even odds."""
+
 FEWEST = 500
-"""Drafts of a depth from which on its line is fitted."""
+"""Choices of a depth from which on its line is fitted; a position has eight."""
 
 PRIOR = 10.0
-"""Weight of the belief that probabilities can be taken at their word, in drafts."""
+"""Weight of the belief that probabilities can be taken at their word, in choices."""
 
 
 def odds_counts(ranked: Mapping[int, Ranked]) -> dict[str, float]:
-    """Return how many drafts of each depth and bin there were, and how many of them were right; empty bins left out."""
+    """Return how many choices of each depth and bin there were, and how many of them were right; empty bins left out.
+
+    What is not a number is no choice.
+    """
     found: dict[str, float] = {}
-    for depth, drafts in ranked.items():
-        bins = (drafts.log_odds.clamp(-FARTHEST, FARTHEST) / WIDTH).round().long()
-        for one in bins.unique().tolist():
-            within = bins == one
-            name = f"{GROUP}/{depth}/{one}"
-            found[f"{name}/right"] = float((drafts.right & within).sum())
-            found[f"{name}/seen"] = float(within.sum())
+    for depth, choices in ranked.items():
+        known = choices.log_odds.isfinite()
+        bins = (choices.log_odds[known].clamp(-FARTHEST, FARTHEST) / WIDTH).round().long() + EDGE
+        seen = torch.bincount(bins, minlength=2 * EDGE + 1)
+        right = torch.bincount(bins[choices.right[known]], minlength=2 * EDGE + 1)
+        for at, (some, hits) in enumerate(torch.stack((seen, right), dim=1).tolist()):
+            if some:
+                name = f"{GROUP}/{depth}/{at - EDGE}"
+                found[f"{name}/right"], found[f"{name}/seen"] = float(hits), float(some)
     return found
 
 
 def fitted_lines(counts: Mapping[str, float]) -> list[tuple[float, float]]:
-    """Return slope and offset of each depth from 1, as far as there are drafts enough; see ``heads.calibration``.
+    """Return slope and offset of each depth from 1, as far as there are choices enough; see ``heads.calibration``.
 
     Args:
         counts: see ``odds_counts``, added up; other names are passed over.
@@ -66,7 +75,9 @@ def _line(log_odds: np.ndarray, right: np.ndarray, seen: np.ndarray) -> tuple[fl
         slopes = np.array([(surplus * log_odds).sum(), surplus.sum()])
         return float(missed.sum() + PRIOR / 2 * (away**2).sum()), slopes + PRIOR * away
 
-    found = minimize(cost, np.array([1.0, 0.0]), jac=True, method="L-BFGS-B", bounds=[(LEAST_SLOPE, 10), (-10, 10)])
+    found = minimize(
+        cost, np.array([1.0, 0.0]), jac=True, method="L-BFGS-B", bounds=[(LEAST_SLOPE, MOST), (-MOST, MOST)]
+    )
     return float(found.x[0]), float(found.x[1])
 
 

@@ -31,20 +31,21 @@ class HitCounter:
     starting position: that is what greedy decoding of a chain accepts, if the text is the target's greedy answer.
 
     Attributes:
-        ranked: by depth, where the head is not being trained: its first choices and whether they are right, at places
-            where the text goes on with the target's likeliest token.
+        ranked: by depth, where the head is not being trained: its first choices and whether they are right, as far as
+            the text has gone on with the target's likeliest token at this depth and all before.
     """
 
     def __init__(self, like: Tensor) -> None:
         self._chain = torch.ones_like(like, dtype=torch.bool)
         self._started = torch.ones_like(like, dtype=torch.bool)
+        self._greedy = torch.ones_like(like, dtype=torch.bool)
         self.hits: dict[str, Tensor] = {}
         self.seen: dict[str, Tensor] = {}
         self.ranked: dict[int, Ranked] = {}
 
     @torch.no_grad()
     def count(
-        self, depth: int, marked: Tensor, student_logits: Tensor, labels: Tensor, likeliest: Tensor | None = None
+        self, depth: int, marked: Tensor, student_logits: Tensor, labels: Tensor, greedy: Tensor | None = None
     ) -> None:
         """Add one depth.
 
@@ -53,7 +54,8 @@ class HitCounter:
             marked: positions with a label, ``[rows, tokens]``.
             student_logits: ``[marked, draft_vocab]``.
             labels: draft ids, -1 where the vocabulary lacks the token, ``[marked]``.
-            likeliest: the target's first choices among the draft ids, ``[marked]``, if the head's are to be ``ranked``.
+            greedy: whether the text goes on with the target's likeliest token, ``[marked]``, bool, if the head's
+                choices are to be ``ranked``.
         """
         best = student_logits.topk(min(RANKS[-1], student_logits.shape[-1]), dim=-1).indices  # [marked, ranks]
         right = best == labels[:, None]
@@ -66,8 +68,11 @@ class HitCounter:
         self._started &= marked  # before a reply a chain has depths without a label, and could never be right
         self.hits[f"chain{depth}/right"], self.seen[f"chain{depth}"] = self._chain.sum(), self._started.sum()
         self.seen[name] = marked.sum()
-        if likeliest is not None:
-            greedy = (labels < 0) | (labels == likeliest)
-            chances = student_logits[greedy].float().softmax(dim=-1).gather(-1, best[greedy])
+        if greedy is not None:
+            placed = torch.zeros_like(self._greedy)
+            placed[marked] = greedy
+            self._greedy &= placed
+            counted = self._greedy[marked]
+            chances = student_logits[counted].float().softmax(dim=-1).gather(-1, best[counted])
             odds = torch.logit(chances.double(), eps=1e-6).float()  # finite where a chance is 0 or 1
-            self.ranked[depth] = Ranked(odds.flatten(), right[greedy].flatten())
+            self.ranked[depth] = Ranked(odds.flatten(), right[counted].flatten())

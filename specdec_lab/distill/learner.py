@@ -52,6 +52,7 @@ class Learner(nn.Module, ABC):
         feature_layers: hidden states of the target that a batch has to bring.
         vocabulary: what the head can draft.
         context_vocab: whether it can also draft what the text holds already.
+        whole_start: whether another head of its kind holds all that it trains.
         shardable: whether its parameters may be replaced by shards of them.
         offsets: per depth, how many tokens after position *t* the label lies that is predicted there.
     """
@@ -62,6 +63,7 @@ class Learner(nn.Module, ABC):
     vocabulary: DraftVocabulary
     head: nn.Module
     context_vocab: bool = False
+    whole_start: bool = True
     shardable: bool = True
 
     def __init__(self, target: Target) -> None:

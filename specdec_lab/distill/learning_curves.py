@@ -23,6 +23,7 @@ from specdec_lab.bench.files import CONFIG, START_ANEW, storage, write_atomicall
 from specdec_lab.command import SUCCESS, concluded, parsed, say
 from specdec_lab.config import locate
 from specdec_lab.distill.history import read_history
+from specdec_lab.distill.loop import completed
 from specdec_lab.distill.train_files import EXPORT, METRICS
 from specdec_lab.errors import InputError, SpecdecError, one_line
 
@@ -115,7 +116,7 @@ def read_training(folder: Path) -> TrainedHead:
         stated = json.loads((folder / EXPORT / "config.json").read_text(encoding="utf-8"))
         facts = stated.get("specdec_lab", stated)["facts"]
         tokens, labels = facts["data"]["response_tokens"], facts["trained_on"]["labels"]
-        settings = settings_hash(facts["training"])
+        settings = settings_hash(completed(facts["training"]))
         parameters = sum(count_parameters(path) for path in (folder / EXPORT).rglob("*.safetensors"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError, SpecdecError) as error:
         remedy = (
@@ -124,6 +125,8 @@ def read_training(folder: Path) -> TrainedHead:
         raise InputError(FIELD, str(folder), remedy) from None
     rows = read_history(folder / METRICS)
     last = next((row for row in reversed(rows) if row["kind"] == "evaluation"), None)
+    if facts.get("optimizer_steps") == 0:
+        raise InputError(FIELD, str(folder), "it has measured a head and trained none; give the training that made it")
     if last is None or last.get("simulated_acceptance_length") is None:
         remedy = "its head was not evaluated on held-out answers; train it with data.validation_share above 0"
         raise InputError(FIELD, str(folder), remedy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,9 @@ def started(
         raise InputError(FIELD, source, remedy)
     if getattr(head, "context_vocab", False) and not learner.context_vocab:
         raise InputError(FIELD, source, "it drafts what its text holds too; give head.context_vocab=true")
+    for name, stated, own_one in other_shape(head, learner.head):
+        remedy = f"its {name} is {stated!r}, and heads that are trained here have {own_one!r} with these settings"
+        raise InputError(FIELD, source, f"{remedy}; give the settings it was trained with, if there are any")
     pairs = getattr(head, "transitions", None)
     weight, own_weight = 0.0 if pairs is None else pairs.weight, getattr(learner, "transitions", 0.0)
     if weight != own_weight:
@@ -73,3 +76,19 @@ def started(
         first = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
         raise InputError(FIELD, source, f"it has another shape ({first}); give the same head.* settings") from error
     return learner, facts
+
+
+SHAPE = ("rope_parameters", "rms_norm_eps", "hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""Fields of a recurrent head's configuration that no weight tells apart."""
+
+
+def other_shape(head: nn.Module, own: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield in which respects a head would run otherwise with the weights of another: name, its value, the own one."""
+    names = [("feature_layers", head, own)]
+    configs = [getattr(one, "config", None) for one in (head, own)]
+    if all(config is not None for config in configs):
+        names += [(name, *configs) for name in SHAPE]
+    for name, theirs, ours in names:
+        stated, own_one = getattr(theirs, name, None), getattr(ours, name, None)
+        if own_one is not None and stated != own_one:
+            yield name, stated, own_one

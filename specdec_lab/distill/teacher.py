@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +30,7 @@ class Teacher:
         self, batch: Batch, parts: SharedParts, vocabulary: DraftVocabulary, context: TextContext | None = None
     ) -> None:
         says = ahead(batch.supervised, 1)  # [rows, tokens]: position t predicts a token of the target's
+        self._parts, self._says = parts, says
         self.states = batch.features[-1]
         with torch.no_grad():
             states = self.states[says].to(parts.output.dtype)
@@ -58,6 +61,17 @@ class Teacher:
         unsaid = None if self._unsaid is None else self._unsaid[source[marked]]
         return Rows(marked, target_probs, labels, states, unsaid)
 
+    @torch.no_grad()
+    def takes_likeliest(self, offset: int) -> Tensor:
+        """Return whether the text goes on with the target's likeliest token of all, ``[marked]``, bool; see ``at``."""
+        source = ahead(self._at + 1, offset - 1) - 1
+        said = ahead(self._ids, 1)[self._says] == self._likeliest
+        return said[source[source >= 0]]
+
+    @cached_property
+    def _likeliest(self) -> Tensor:
+        return self._parts.likeliest(self.states[self._says])
+
 
 class Rows:
     """What is to be learnt at the marked positions of one depth.
@@ -75,8 +89,3 @@ class Rows:
     ) -> None:
         self.marked, self.target_probs, self.labels, self.states = marked, target_probs, labels, states
         self.unsaid = unsaid
-
-    @property
-    def likeliest(self) -> Tensor:
-        """The target's first choice of what can be drafted, ``[marked]``."""
-        return self.target_probs.argmax(dim=-1)

@@ -110,6 +110,9 @@ def plan_training(config: Mapping[str, Any]) -> TrainJob:
     learner_class: Any = locate(groups["head"].get("_target_"), "head")
     if not (isinstance(learner_class, type) and issubclass(learner_class, Learner)):
         raise InputError("head._target_", groups["head"].get("_target_"), "this is no Learner class; name one")
+    if settings.max_steps == 0 and not learner_class.whole_start:
+        remedy = "it is trained together with its target, and start= names its heads alone; measure it in a benchmark"
+        raise InputError("max_steps", 0, remedy)
     made_with = check_arguments(learner_class, without_target(groups["head"], "head"), "head", ("target", "counts"))
     tracking = tracking_settings(groups["tracking"])
     if tracking is not None:
@@ -180,19 +183,28 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
         raise InputError("target", target.name, "it has no tokenizer, so its training texts cannot be made")
     with threads(settings.threads, target):
         data = build_examples(raw, job.data, target.tokenizer)
+        measured_only = settings.max_steps == 0
+        if not data.validation and measured_only:
+            raise InputError(
+                "data.validation_share", job.data.validation_share, "this chose no text to measure a head on"
+            )
         if not data.validation:
             share = job.data.validation_share
             say(err, f"no text is validated on (data.validation_share={share} chose none), so no accuracy is measured")
         learner, origin = make_learner(job, target, data.training)
-        if settings.seed in training_seeds(origin or {}):
+        if not measured_only and settings.seed in training_seeds(origin or {}):
             seen = f"the head it starts at saw its texts in the order of seed={settings.seed} too"
             say(err, f"{seen}; with another seed it sees others first")
         training = texts_to_learn(job, learner, data.training)
-        learner.count_in(training)
-        source = make_source(settings, learner, [*training, *data.validation], err)
+        if not measured_only:
+            learner.count_in(training)
+        checked = data.validation if measured_only else training
+        source = make_source(
+            settings, learner, data.validation if measured_only else [*training, *data.validation], err
+        )
         run_preflight(
             learner,
-            training,
+            checked,
             source,
             PreflightSettings(batch_size=settings.batch_size, min_coverage=settings.min_coverage),
             lambda line: say(err, line),

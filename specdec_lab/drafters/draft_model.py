@@ -94,7 +94,7 @@ class DraftModelDrafter(SizedDrafter):
         self.k, self.branches, self.width, self.nodes = k, branches, width, nodes or grown
         self.min_probability, self.draft_cost = min_probability, draft_cost
         made, facts = _made_from_target(target, model)
-        self.training_tokens, self.calibration = training_tokens(facts), stated_calibration(facts)
+        self.training_tokens, self.calibration = training_tokens(facts), stated_calibration(facts, "model", model)
         self.vocabulary: DraftVocabulary | None = None  # of a draft that was made from the target
         if made is None:
             assert isinstance(model, str)

@@ -77,12 +77,13 @@ class EagleDrafter(SizedDrafter):
         revision: str | None = None,
     ) -> None:
         facts: Mapping[str, Any] = {}
+        source = head
         if isinstance(head, str):
             loaded, facts = load_head(kind, head_source(kind, head, target), target, revision=revision)
             assert isinstance(loaded, EagleHead | Eagle3Head)
             head = loaded
         self.head, self.parts = head, SharedParts(target, head.vocabulary)
-        self.training_tokens, self.calibration = training_tokens(facts), stated_calibration(facts)
+        self.training_tokens, self.calibration = training_tokens(facts), stated_calibration(facts, "head", source)
         self.static = self._static(tree, depth, nodes, facts)
         self.depth = self.static.depth if self.static else depth
         self.width = width

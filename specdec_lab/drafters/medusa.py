@@ -63,12 +63,13 @@ class MedusaDrafter(SizedDrafter):
         revision: str | None = None,
     ) -> None:
         facts: Mapping[str, Any] = {}
+        source = head
         if isinstance(head, str):
             loaded, facts = load_head("medusa", head_source("medusa", head, target), target, revision=revision)
             assert isinstance(loaded, MedusaHeads)
             head = loaded
         self.heads, self.parts = head, SharedParts(target, head.vocabulary)
-        self.training_tokens, self.calibration = training_tokens(facts), stated_calibration(facts)
+        self.training_tokens, self.calibration = training_tokens(facts), stated_calibration(facts, "head", source)
         self.branches = min(branches, len(head.vocabulary))
         self.static = self._static(tree, nodes, facts)
         most = 1 + (len(self.static.paths) if self.static else nodes)
@@ -122,9 +123,11 @@ class MedusaDrafter(SizedDrafter):
         messages = [context.verification for context in contexts]
         hidden = torch.stack([message.features[-1][message.path[-1]] for message in messages])  # [rows, hidden]
         dtype = next(self.heads.parameters()).dtype
-        roots = self.parts.embed(torch.tensor([context.tokens[-1] for context in contexts], device=hidden.device))
-        begun = self.heads.begin(hidden.to(dtype), roots)
-        logits = self.heads.logits(begun, self.parts.output.to(dtype)).float()  # [rows, heads, draft_vocab]
+        hidden = hidden.to(dtype)
+        if self.heads.root is not None:
+            roots = torch.tensor([context.tokens[-1] for context in contexts], device=hidden.device)
+            hidden = self.heads.begin(hidden, self.parts.embed(roots))
+        logits = self.heads.logits(hidden, self.parts.output.to(dtype)).float()  # [rows, heads, draft_vocab]
         laws = logits.softmax(dim=-1).nan_to_num(0)  # what is no number is no chance
         if self.heads.transitions is not None:
             laws = laws.cpu()  # all of them are needed there

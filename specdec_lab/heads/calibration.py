@@ -8,7 +8,7 @@ and cut by the bare probabilities are then too small.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from specdec_lab.errors import InputError
 CALIBRATION = "calibration"
 """Name of the facts of a head that hold it."""
 
-LEAST_SLOPE = 0.1
-"""Smallest slope: a likelier draft stays the likelier one."""
+LEAST_SLOPE, MOST = 0.1, 10.0
+"""Smallest slope, so that a likelier draft stays the likelier one; largest slope, and largest offset either way."""
 
 _UNLIKELY = 1e-6
 """Probabilities are taken for at least this, and for at most 1 less it, so that their odds are finite."""
@@ -38,7 +38,7 @@ class Calibration:
     lines: tuple[tuple[float, float], ...] = ()
 
     def chance(self, probability: float, depth: int) -> float:
-        """Return the chance of a draft whose parent is right.
+        """Return the chance of a draft whose parent is right; what has no probability has none.
 
         Args:
             probability: the head's, given its parent.
@@ -54,24 +54,28 @@ class Calibration:
 AT_ITS_WORD = Calibration()
 
 
-def stated_calibration(facts: Mapping[str, Any]) -> Calibration:
+def stated_calibration(facts: Mapping[str, Any], field: str, source: object) -> Calibration:
     """Return the calibration that a head states, as its training has measured it.
 
     Args:
         facts: from the head's folder; ``{}`` for a checkpoint from elsewhere.
+        field: the parameter that names the head, for messages; ``source`` is its value.
 
     Raises:
-        InputError: what it states is none; with the bare field ``head``.
+        InputError: what it states is none.
     """
     stated = facts.get(CALIBRATION)
     if stated is None:
         return AT_ITS_WORD
-    if not isinstance(stated, Sequence) or not all(_is_line(one) for one in stated):
-        remedy = f"its {CALIBRATION} has to be a slope of at least {LEAST_SLOPE} and an offset per depth; copy it again"
-        raise InputError("head", stated, remedy)
+    if not isinstance(stated, list) or not all(_is_line(one) for one in stated):
+        bounds = f"a slope from {LEAST_SLOPE} to {MOST:g} and an offset of at most {MOST:g} either way, per depth"
+        raise InputError(field, source, f"its {CALIBRATION} has to be {bounds}; copy the head again")
     return Calibration(tuple((float(slope), float(offset)) for slope, offset in stated))
 
 
 def _is_line(stated: Any) -> bool:
-    numbers = isinstance(stated, Sequence) and len(stated) == 2 and all(isinstance(one, int | float) for one in stated)
-    return numbers and stated[0] >= LEAST_SLOPE and all(math.isfinite(one) and abs(one) < 100 for one in stated)
+    if not isinstance(stated, list) or len(stated) != 2:
+        return False
+    if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in stated):
+        return False
+    return LEAST_SLOPE <= stated[0] <= MOST and -MOST <= stated[1] <= MOST

@@ -108,4 +108,5 @@ def load_draft_model(source: str, target: Target) -> tuple[DraftLM, dict[str, An
         remedy = f"{differ[0]} is {found.get(differ[0])} there and {expected.get(differ[0])} in {target.name}"
         raise InputError("model", source, f"{remedy}; it was made from another target")
     draft.load_state_dict(weights)
-    return draft.eval(), config.get("facts", {})
+    facts = config.get("facts", {})
+    return draft.eval(), facts if isinstance(facts, dict) else {}

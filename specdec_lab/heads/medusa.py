@@ -68,14 +68,13 @@ class MedusaHeads(nn.ModuleList):
         self.transitions: Transitions | None = None
 
     def begin(self, hidden: Tensor, root: Tensor) -> Tensor:
-        """Return what the heads start from, ``[..., hidden]``.
+        """Return what heads that see the root start from, ``[..., hidden]``; others start from the states.
 
         Args:
             hidden: the target's last hidden states, ``[..., hidden]``.
             root: the target's embeddings of the tokens that followed them, ``[..., hidden]``.
         """
-        if self.root is None:
-            return hidden
+        assert self.root is not None
         alike = F.rms_norm(root.float(), root.shape[-1:], eps=1e-6)  # embeddings can be far smaller than states
         return hidden + F.linear(alike.to(hidden.dtype), self.root)
 
@@ -98,7 +97,7 @@ class MedusaHeads(nn.ModuleList):
         """Return all heads' logits, ``[..., heads, draft_vocab]``.
 
         Args:
-            hidden: what ``begin`` returned, ``[..., hidden]``.
+            hidden: what they start from, ``[..., hidden]``.
             shared_output: the target's output layer at the draft vocabulary, ``[draft_vocab, hidden]``; read only by
                 heads without an output layer of their own.
         """

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
@@ -97,6 +98,12 @@ class SharedParts:
         if self._vocabulary.is_whole:
             return self._weight
         return self._weight[self._vocabulary.token_ids.to(self._weight.device)].contiguous()
+
+    def likeliest(self, states: Tensor) -> Tensor:
+        """Return the target's likeliest tokens of all, ``[positions]``, from its last hidden states."""
+        at_once = 256  # the whole output layer times all positions of a batch would be gigabytes
+        parts = states.to(self._weight.dtype).split(at_once)
+        return torch.cat([F.linear(some, self._weight).argmax(dim=-1) for some in parts])
 
     def output_at(self, token_ids: Tensor) -> Tensor:
         """Return rows of the output layer, ``[ids, hidden]``."""

@@ -119,5 +119,8 @@ def _state_what_was_measured(head: Path, place: Path) -> None:
     if not same:
         raise InputError("run", str(head.parent), "it has measured another head than the one that is shipped")
     (config, facts), (_, found) = _facts(place), _facts(head)
-    facts.update({name: found[name] for name in MEASURED if name in found})
-    (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    facts.update({name: found[name] for name in MEASURED if found.get(name)})
+    facts["measured_on"] = found.get("data")
+    new = place / "config.json.new"
+    new.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    new.replace(place / "config.json")

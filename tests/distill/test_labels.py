@@ -5,6 +5,7 @@ import torch
 from heads_at_hand import every_other
 
 from specdec_lab.distill.batch import Batch, Example, ahead, collate
+from specdec_lab.distill.features import OnlineFeatures
 from specdec_lab.distill.hits import HitCounter
 from specdec_lab.distill.teacher import Teacher
 from specdec_lab.heads.recurrent import SharedParts
@@ -83,6 +84,23 @@ def test_teacher_is_the_targets_own_law_before_the_label(tiny_target, offset: in
             assert int(rows.labels[at]) == (vocabulary.token_ids.tolist().index(token) if inside else -1)
             at += 1
     assert at == len(rows.labels)
+
+
+def test_likeliest_tokens_are_those_of_the_whole_output_layer(tiny_target):
+    """A reduced vocabulary's own first choice is not what greedy decoding takes."""
+    target: Target = tiny_target()
+    ids = torch.randint(5, target.vocab_size, (8,), generator=torch.Generator().manual_seed(3)).tolist()
+    for _ in range(12):
+        ids.append(int(target.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    example = Example("half", tuple(ids), (False, *([True] * (len(ids) - 1))))
+    batch = OnlineFeatures(target, (-1,)).batch([example])
+    vocabulary = DraftVocabulary(torch.arange(0, target.vocab_size, 2), target.vocab_size)
+    teacher = Teacher(batch, SharedParts(target, vocabulary), vocabulary)
+    for offset in (1, 2, 3):
+        marks = teacher.takes_likeliest(offset)
+        assert len(marks) == int(teacher.at(offset).marked.sum())
+        assert marks[-12:].all()
+        assert not marks[:-12].all()
 
 
 def test_a_chain_is_right_only_as_far_as_it_was_right_before():

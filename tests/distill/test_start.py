@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,21 @@ def test_heads_that_did_not_see_the_root_begin_to_see_it(tiny_target, tmp_path: 
     seeing.export(tmp_path / "seeing", {})
     with pytest.raises(InputError, match=r"another shape .*root"):
         started(lambda t, counts: made("medusa", t, counts), "medusa", str(tmp_path / "seeing"), target)
+
+
+def test_what_no_weight_tells_apart_is_compared_too(tiny_target, tmp_path: Path):
+    """The same weights on other states, or with other rotary positions, are another head: it was run in silence."""
+    target: Target = tiny_target()
+    exported("eagle3", target, tmp_path / "head")
+    layers = list(made("eagle3", target, torch.ones(target.vocab_size)).head.feature_layers)  # pyright: ignore
+    with pytest.raises(InputError, match=r"its feature_layers is .* give the settings it was trained with"):
+        started(
+            lambda t, counts: made("eagle3", t, counts, layers=layers[::-1]), "eagle3", str(tmp_path / "head"), target
+        )
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**config, "rope_theta": 77.0}))
+    with pytest.raises(InputError, match=r"its rope_parameters is"):
+        started(lambda t, counts: made("eagle3", t, counts), "eagle3", str(tmp_path / "head"), target)
 
 
 def test_another_shape_is_refused(tiny_target, tmp_path: Path):

@@ -391,7 +391,7 @@ def test_two_processes_share_one_folder(data: Path):
 
 def test_a_head_is_measured_without_being_trained(command, data: Path):
     """Accuracy and calibration of heads that are there, published ones too; the weights stay what they are."""
-    head = ("head=medusa", "head.heads=2", "head.draft_vocab=null", "precision=fp32")
+    head = ("head=medusa", "head.heads=2", "head.draft_vocab=null", "head.transitions=0.6", "precision=fp32")
     code, _, err = command(*head, "epochs=2", "hydra.run.dir=made")
     assert code == 0, err
     code, _, err = command(*head, "max_steps=0", "start=made/head", "hydra.run.dir=measured")
@@ -404,6 +404,13 @@ def test_a_head_is_measured_without_being_trained(command, data: Path):
     assert next(shares) == pytest.approx(next(shares), abs=0.05)  # the file holds rounded weights
     weights = [(data / run / "head" / "medusa_lm_head.safetensors").read_bytes() for run in ("made", "measured")]
     assert weights[0] == weights[1]
+    assert [len(line) for line in facts["calibration"]] in ([], [2], [2, 2])
+    code, _, err = command(*head, "max_steps=0", "start=made/head", "data.validation_share=0", "hydra.run.dir=unseen")
+    assert code == 1
+    assert "data.validation_share=0.0: this chose no text to measure a head on" in err.replace("\n", " ")
+    code, _, err = command("head=medusa2", "max_steps=0", "start=made/head", "hydra.run.dir=joint")
+    assert code == 1
+    assert "trained together with its target" in err.replace("\n", " ")
     code, _, err = command(*head, "max_steps=0", "hydra.run.dir=nothing")
     assert code == 1
     assert "max_steps=0: without steps a head is only measured" in err.replace("\n", " ")

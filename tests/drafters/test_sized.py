@@ -12,7 +12,8 @@ from scripted import PathsDrafter, context_of
 from specdec_lab.cost import VerifyCost, bushy, measure_verify_cost, never_falling, paying_tree
 from specdec_lab.decode import Request
 from specdec_lab.drafters import sized as sized_module
-from specdec_lab.drafters.hybrid import HybridDrafter
+from specdec_lab.drafters.hybrid import HybridDrafter, drafting_share
+from specdec_lab.drafters.ngram import NgramDrafter
 from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import InputError
 from specdec_lab.target import Target
@@ -58,8 +59,10 @@ def test_a_node_pays_by_the_time_of_the_whole_round():
 
 
 def test_a_hybrid_drafts_as_long_as_its_members(tiny_target: GetTarget):
-    """Lookups take no time, so that their trees are cut by the verify forward alone."""
-    assert HybridDrafter(tiny_target(), members=["ngram", "recycling"]).draft_share == 0 < Confident.draft_share
+    """Lookups take no time, so that the verify forward alone cuts their trees; networks run one after the other."""
+    target = tiny_target()
+    assert HybridDrafter(target, members=["ngram", "recycling"]).draft_share == 0 < Confident.draft_share
+    assert drafting_share([NgramDrafter(target), Confident(target), Confident(target)]) == 2 * Confident.draft_share
 
 
 def test_a_measured_cost_has_every_size(tiny_target: GetTarget):

@@ -112,7 +112,8 @@ def logits(head: nn.Module, target: Target, tokens: int = 7) -> Tensor:
         states = torch.randn(2, tokens, HIDDEN, generator=generator).to(weight)
         parts = SharedParts(target, head.vocabulary)
         roots = parts.embed(torch.randint(0, VOCAB, (2, tokens), generator=generator))
-        return head.logits(head.begin(states, roots), parts.output.to(weight))
+        begun = states if head.root is None else head.begin(states, roots)
+        return head.logits(begun, parts.output.to(weight))
     assert isinstance(head, EagleHead | Eagle3Head)
     states = {at: torch.randn(2, tokens, HIDDEN, generator=generator).to(weight) for at in head.feature_layers}
     ids = torch.randint(0, VOCAB, (2, tokens), generator=generator)

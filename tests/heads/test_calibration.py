@@ -36,18 +36,40 @@ def test_the_likelier_draft_stays_the_likelier(one: float, other: float, depth: 
 
 
 @pytest.mark.parametrize(
-    "stated", ["much", [1.0, 0.0], [[1.0]], [[0.0, 0.0]], [[1.0, math.inf]], [[1.0, "0"]], [[-1.0, 0.0]], {"a": 1}]
+    "stated",
+    [
+        "much",
+        [1.0, 0.0],
+        [[1.0]],
+        [[0.0, 0.0]],
+        [[1.0, math.inf]],
+        [[math.nan, 0.0]],
+        [[1.0, "0"]],
+        [[-1.0, 0.0]],
+        [[60.0, 0.0]],
+        [[1.0, -11]],
+        [[10**400, 0]],
+        [[True, 0.0]],
+        {"a": 1},
+    ],
+    ids=str,
 )
 def test_what_is_no_calibration_is_refused(stated: Any):
-    """A slope that is not above zero would turn the ranking of drafts around."""
-    with pytest.raises(InputError, match="calibration has to be a slope"):
-        stated_calibration({"calibration": stated})
+    """A slope that is not above zero would turn the order of drafts around; a large one would overflow in decoding."""
+    with pytest.raises(InputError, match="model='some/where': its calibration has to be a slope"):
+        stated_calibration({"calibration": stated}, "model", "some/where")
+
+
+@pytest.mark.parametrize("line", [(10.0, 10.0), (10.0, -10.0), (0.1, 10.0), (0.1, -10.0)])
+def test_the_farthest_lines_stay_within_bounds(line: tuple[float, float]):
+    for probability in (5e-324, 1e-30, 0.5, 1 - 1e-16, 1.0):
+        assert 0 <= Calibration((line,)).chance(probability, 1) <= 1
 
 
 def test_heads_from_elsewhere_are_taken_at_their_word():
-    assert stated_calibration({}) is AT_ITS_WORD
-    assert stated_calibration({"calibration": []}) == AT_ITS_WORD
-    assert stated_calibration({"calibration": [[1.5, 0.25]]}).lines == ((1.5, 0.25),)
+    assert stated_calibration({}, "head", "x") is AT_ITS_WORD
+    assert stated_calibration({"calibration": []}, "head", "x") == AT_ITS_WORD
+    assert stated_calibration({"calibration": [[1.5, 0.25]]}, "head", "x").lines == ((1.5, 0.25),)
 
 
 @pytest.mark.parametrize(("slope", "offset"), [(1.0, 0.0), (1.0, 0.6), (0.7, -0.3), (1.6, 1.0)])
@@ -73,17 +95,25 @@ def test_always_right_or_wrong_is_no_certainty():
     odds = torch.linspace(-20, 20, 1000)
     for right in (torch.ones(1000, dtype=torch.bool), torch.zeros(1000, dtype=torch.bool), odds < 0):
         ((slope, offset),) = fitted_lines(odds_counts({1: Ranked(odds, right)}))
-        assert stated_calibration({"calibration": [[slope, offset]]}).lines
+        assert stated_calibration({"calibration": [[slope, offset]]}, "head", "x").lines
 
 
-def test_only_places_with_the_targets_likeliest_token_are_counted():
-    """A sampled text does not say whether the target's first choice was foreseen; what cannot be drafted is missed."""
+def test_what_is_no_number_is_no_choice():
+    """A NaN was counted into a bin far out, and a line of its own was fitted to it."""
+    odds = torch.full((2000,), math.nan)
+    assert odds_counts({1: Ranked(odds, odds > 0)}) == {}
+
+
+def test_only_places_with_the_targets_likeliest_tokens_are_counted():
+    """A sampled token does not say whether the target's first choice was foreseen, nor does what comes after it."""
     counter = HitCounter(torch.zeros(1, 4, dtype=torch.bool))
-    logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(4, 3)
-    labels, likeliest = torch.tensor([0, 2, 1, -1]), torch.tensor([0, 0, 1, 2])
-    counter.count(1, torch.ones(1, 4, dtype=torch.bool), logits, labels, likeliest)
+    everywhere, logits = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[2.0, 1.0, 0.0]]).expand(4, 3)
+    labels, greedy = torch.tensor([0, 2, 1, -1]), torch.tensor([True, False, True, True])
+    counter.count(1, everywhere, logits, labels, greedy)
     ranked = counter.ranked[1]
     assert ranked.right.tolist() == [True, False, False, False, True, False, False, False, False]
     assert ranked.log_odds[:3].tolist() == pytest.approx(torch.logit(logits[0].softmax(-1)).tolist(), abs=1e-5)
-    counter.count(2, torch.ones(1, 4, dtype=torch.bool), logits, labels)
-    assert set(counter.ranked) == {1}
+    counter.count(2, everywhere, logits, labels, torch.tensor([False, True, True, True]))
+    assert counter.ranked[2].right.tolist() == [False, True, False, False, False, False]  # the third and fourth place
+    counter.count(3, everywhere, logits, labels)
+    assert set(counter.ranked) == {1, 2}

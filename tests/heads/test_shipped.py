@@ -86,11 +86,16 @@ def test_a_measurement_is_added_to_the_head_that_is_there(tmp_path: Path, monkey
 
     written(tmp_path / "package", 1.0, optimizer_steps=7, accuracy_by_rank=[[0.1]])
     (tmp_path / "package" / "training_curve.csv").write_text("curve")
-    measured = {"optimizer_steps": 0, "accuracy_by_rank": [[0.5]], "calibration": [[1.0, 0.4]]}
+    measured = {"optimizer_steps": 0, "accuracy_by_rank": [[0.5]], "calibration": [[1.0, 0.4]], "data": {"texts": 3}}
     written(tmp_path / "run" / "head", 1.0, **measured)
     place = ship(tmp_path / "run", "eagle", "some")
     facts = json.loads((place / "config.json").read_text())["specdec_lab"]["facts"]
-    assert facts == {"optimizer_steps": 7, "accuracy_by_rank": [[0.5]], "calibration": [[1.0, 0.4]]}
+    assert facts == {
+        "optimizer_steps": 7,
+        "accuracy_by_rank": [[0.5]],
+        "calibration": [[1.0, 0.4]],
+        "measured_on": {"texts": 3},
+    }
     assert (place / "training_curve.csv").read_text() == "curve"
     written(tmp_path / "other" / "head", 2.0, **measured)
     with pytest.raises(InputError, match="another head than the one that is shipped"):

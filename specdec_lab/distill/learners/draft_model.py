@@ -82,7 +82,8 @@ class DraftModelLearner(Learner):
     def forward(self, batch: Batch) -> Outcome:
         """Return the sum of the losses over the labels."""
         draft, parts = self._draft(), self._parts[0]
-        rows = Teacher(batch, parts, self.vocabulary).at(1)
+        teacher = Teacher(batch, parts, self.vocabulary)
+        rows = teacher.at(1)
         watch = CopyWatch(batch.ids, batch.supervised, len(draft.layers)) if self.copying else None
         logits = draft.logits(draft.states(batch.ids, watch)[rows.marked], parts.output)
         token = token_losses.mixed(self.mix, rows.target_probs, logits).sum()
@@ -96,7 +97,7 @@ class DraftModelLearner(Learner):
             shown.update({"copying/where": watch.loss.detach(), "copying/what": carried_loss.detach()})
             loss = loss + self.copying * (watch.loss + carried_loss)
         counter = HitCounter(batch.supervised)
-        counter.count(1, rows.marked, logits, rows.labels, None if self.training else rows.likeliest)
+        counter.count(1, rows.marked, logits, rows.labels, None if self.training else teacher.takes_likeliest(1))
         return Outcome(loss, shown, counter.hits, counter.seen, counter.ranked)
 
     def _carried_loss(self, value: Tensor, batch: Batch) -> Tensor:

@@ -88,7 +88,9 @@ class MedusaLearner(Learner):
         heads, parts = self._heads(), self._parts[0]
         teacher = Teacher(batch, parts, self.vocabulary)
         counter = HitCounter(batch.supervised)
-        hidden = heads.begin(states.to(next(heads.parameters()).dtype), parts.embed(ahead(batch.ids, 1)))
+        hidden = states.to(next(heads.parameters()).dtype)
+        if heads.root is not None:
+            hidden = heads.begin(hidden, parts.embed(ahead(batch.ids, 1)))
         total = torch.zeros((), device=batch.ids.device)
         shown: dict[str, Tensor] = {}
         for at, offset in enumerate(self.offsets):
@@ -102,7 +104,8 @@ class MedusaLearner(Learner):
             loss = token_losses.mixed(self.mix, rows.target_probs, logits).sum()
             shown[f"head{at + 1}/token"] = loss.detach()
             total = total + self.decay**at * loss
-            counter.count(at + 1, rows.marked, logits, rows.labels, None if self.training else rows.likeliest)
+            greedy = None if self.training else teacher.takes_likeliest(offset)
+            counter.count(at + 1, rows.marked, logits, rows.labels, greedy)
         return Outcome(total, shown, counter.hits, counter.seen, counter.ranked)
 
     def begin_at(self, head: nn.Module) -> None:
@@ -114,6 +117,8 @@ class MedusaLearner(Learner):
         heads = self._heads()
         unseen = {} if heads.root is None else {"root": torch.zeros_like(heads.root)}
         heads.load_state_dict({**unseen, **head.state_dict()})
+        assert isinstance(head, MedusaHeads)
+        heads.transitions = head.transitions  # until those of the texts to be learnt are counted
 
     def tables(self) -> list[nn.Module]:
         """Return the output layers of the heads' own, if they have any."""

@@ -44,6 +44,7 @@ class Medusa2Learner(MedusaLearner):
         heads: and what follows: see ``MedusaLearner``.
     """
 
+    whole_start = False
     shardable = False  # the adapter's weights are also held by the target's layers, which would keep the old ones
 
     def __init__(

@@ -86,7 +86,8 @@ class RecurrentLearner(Learner):
                 shown[f"step{step + 1}/regression"] = distance.detach()
                 loss = loss + self.regression * distance
             total = total + self.decay**step * loss
-            counter.count(step + 1, rows.marked, logits, rows.labels, None if self.training else rows.likeliest)
+            greedy = None if self.training else teacher.takes_likeliest(self.offsets[step])
+            counter.count(step + 1, rows.marked, logits, rows.labels, greedy)
         if self.copying:
             carried_loss = self._carried_loss(attend.value, batch, context)
             shown.update({"copying/where": attend.copy_loss.detach(), "copying/what": carried_loss.detach()})

@@ -72,7 +72,7 @@ class EagleDrafter(SizedDrafter):
         width: Annotated[int, Field(ge=1, le=64)] = 4,
         branches: Annotated[int, Field(ge=1, le=64)] = 6,
         nodes: Annotated[int, Field(ge=1, le=512)] = 24,
-        min_probability: Annotated[float, Field(ge=0, lt=1)] = 0.05,
+        min_probability: Annotated[float, Field(ge=0, lt=1)] = 0.1,
         verify_ms: Mapping[int, float] | None = None,
         revision: str | None = None,
     ) -> None:

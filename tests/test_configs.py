@@ -84,7 +84,7 @@ def test_files_hold_no_accidental_booleans():
     """``exact: off`` without quotes is false to YAML 1.1; a word that reads as a boolean is quoted."""
     meant = {"resume", "overwrite", "trust_remote_code", "disable_existing_loggers", "text_pool"}
     meant |= {"use_cpu", "drop_leaks", "learn_prompts", "pack", "own_output", "own_embedding", "start_output"}
-    meant |= {"context_vocab"}
+    meant |= {"context_vocab", "root"}
     folder = Path(str(conf.__path__[0]))
     for path in folder.rglob("*.yaml"):
         for name, value in (yaml.safe_load(path.read_text("utf-8")) or {}).items():

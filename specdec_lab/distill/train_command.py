@@ -185,9 +185,8 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
         data = build_examples(raw, job.data, target.tokenizer)
         measured_only = settings.max_steps == 0
         if not data.validation and measured_only:
-            raise InputError(
-                "data.validation_share", job.data.validation_share, "this chose no text to measure a head on"
-            )
+            remedy = "this chose no text to measure a head on; give a larger share"
+            raise InputError("data.validation_share", job.data.validation_share, remedy)
         if not data.validation:
             share = job.data.validation_share
             say(err, f"no text is validated on (data.validation_share={share} chose none), so no accuracy is measured")
@@ -199,9 +198,8 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
         if not measured_only:
             learner.count_in(training)
         checked = data.validation if measured_only else training
-        source = make_source(
-            settings, learner, data.validation if measured_only else [*training, *data.validation], err
-        )
+        read = checked if measured_only else [*training, *data.validation]
+        source = make_source(settings, learner, read, err)
         run_preflight(
             learner,
             checked,

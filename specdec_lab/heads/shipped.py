@@ -122,5 +122,5 @@ def _state_what_was_measured(head: Path, place: Path) -> None:
     facts.update({name: found[name] for name in MEASURED if found.get(name)})
     facts["measured_on"] = found.get("data")
     new = place / "config.json.new"
-    new.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    new.write_text(without_folders(json.dumps(config, indent=2)) + "\n", "utf-8")
     new.replace(place / "config.json")

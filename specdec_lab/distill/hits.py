@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec_lab.heads.calibration import LEAST_PROBABILITY
+
 RANKS = tuple(range(1, 9))
 """Ranks that accuracies are reported for: whether the label is among the first so many."""
 
@@ -62,17 +64,13 @@ class HitCounter:
         name = f"depth{depth}"
         for rank in RANKS:
             self.hits[f"{name}/top{rank}"] = right[:, :rank].any(dim=-1).sum()
-        first = torch.zeros_like(self._chain)
-        first[marked] = right[:, 0]
-        self._chain &= first
+        self._chain &= marked.masked_scatter(marked, right[:, 0])
         self._started &= marked  # before a reply a chain has depths without a label, and could never be right
         self.hits[f"chain{depth}/right"], self.seen[f"chain{depth}"] = self._chain.sum(), self._started.sum()
         self.seen[name] = marked.sum()
         if greedy is not None:
-            placed = torch.zeros_like(self._greedy)
-            placed[marked] = greedy
-            self._greedy &= placed
+            self._greedy &= marked.masked_scatter(marked, greedy)
             counted = self._greedy[marked]
             chances = student_logits[counted].float().softmax(dim=-1).gather(-1, best[counted])
-            odds = torch.logit(chances.double(), eps=1e-6).float()  # finite where a chance is 0 or 1
+            odds = torch.logit(chances.double(), eps=LEAST_PROBABILITY).float()
             self.ranked[depth] = Ranked(odds.flatten(), right[counted].flatten())

@@ -26,6 +26,7 @@ from specdec_lab.distill.history import read_history
 from specdec_lab.distill.loop import completed
 from specdec_lab.distill.train_files import EXPORT, METRICS
 from specdec_lab.errors import InputError, SpecdecError, one_line
+from specdec_lab.heads.facts import facts_within
 
 TABLE, PLOT = "learning_curves.csv", "learning_curves.png"
 FIELD = "RUN_DIR"
@@ -114,7 +115,7 @@ def read_training(folder: Path) -> TrainedHead:
         config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         kind = locate(config["head"]["_target_"], "head").kind
         stated = json.loads((folder / EXPORT / "config.json").read_text(encoding="utf-8"))
-        facts = stated.get("specdec_lab", stated)["facts"]
+        facts = facts_within(stated)
         tokens, labels = facts["data"]["response_tokens"], facts["trained_on"]["labels"]
         settings = settings_hash(completed(facts["training"]))
         parameters = sum(count_parameters(path) for path in (folder / EXPORT).rglob("*.safetensors"))

@@ -53,7 +53,7 @@ class Teacher:
         Positions whose label is missing from the draft vocabulary are known to it as marked rows without a label: the
         head cannot be right there, and its law is compared on the vocabulary that it has.
         """
-        source = ahead(self._at + 1, offset - 1) - 1  # -1 where there is no label, past the end too
+        source = self._source(offset)
         marked = source >= 0
         target_probs = self._probs.index_select(0, source[marked])
         labels = ahead(self._draft_labels + 1, offset)[marked] - 1
@@ -64,9 +64,13 @@ class Teacher:
     @torch.no_grad()
     def takes_likeliest(self, offset: int) -> Tensor:
         """Return whether the text goes on with the target's likeliest token of all, ``[marked]``, bool; see ``at``."""
-        source = ahead(self._at + 1, offset - 1) - 1
+        source = self._source(offset)
         said = ahead(self._ids, 1)[self._says] == self._likeliest
         return said[source[source >= 0]]
+
+    def _source(self, offset: int) -> Tensor:
+        """Return the row of the teacher's law for each position, -1 where there is no label, past the end too."""
+        return ahead(self._at + 1, offset - 1) - 1
 
     @cached_property
     def _likeliest(self) -> Tensor:

@@ -194,15 +194,16 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
         if not measured_only and settings.seed in training_seeds(origin or {}):
             seen = f"the head it starts at saw its texts in the order of seed={settings.seed} too"
             say(err, f"{seen}; with another seed it sees others first")
-        training = texts_to_learn(job, learner, data.training)
-        if not measured_only:
+        if measured_only:
+            read = training = data.validation
+        else:
+            training = texts_to_learn(job, learner, data.training)
             learner.count_in(training)
-        checked = data.validation if measured_only else training
-        read = checked if measured_only else [*training, *data.validation]
+            read = [*training, *data.validation]
         source = make_source(settings, learner, read, err)
         run_preflight(
             learner,
-            checked,
+            training,
             source,
             PreflightSettings(batch_size=settings.batch_size, min_coverage=settings.min_coverage),
             lambda line: say(err, line),

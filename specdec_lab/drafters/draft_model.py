@@ -12,11 +12,11 @@ from pydantic import Field
 from torch import Tensor
 
 from specdec_lab.choices import SequenceRule, processed
-from specdec_lab.cost import best_chain_length, paying_tree
+from specdec_lab.cost import best_chain_length
 from specdec_lab.drafters.base import DraftContext
 from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import InputError
-from specdec_lab.heads.calibration import AT_ITS_WORD, stated_calibration
+from specdec_lab.heads.calibration import stated_calibration
 from specdec_lab.heads.draft_lm import DraftLM
 from specdec_lab.heads.draft_lm_files import is_draft_model, load_draft_model, refuse_head
 from specdec_lab.heads.facts import training_tokens
@@ -278,7 +278,7 @@ class _Growth:
         count = drafter.branches if self.level == 1 or not self.drawn else 1
         plain = not (self.drawn or self.coupled or self.rule.processors)
         chosen = drafter.likeliest(rows, count) if plain else self._processed(rows, count)
-        calibration = drafter.calibration if self.context.randomness.sampling.greedy else AT_ITS_WORD
+        calibration = drafter.calibrated(self.context)
         born: list[int] = []
         for node, children in zip(self.frontier, chosen, strict=True):
             for token, chance in children:
@@ -350,8 +350,7 @@ class _Growth:
         if len(self.tokens) == 1:
             return root_only(self.tokens[0])
         if not self.drawn:
-            nodes, cost, share = self.drafter.nodes, self.drafter.verify_cost, self.drafter.draft_share
-            return paying_tree(self.tokens, self.parents, self.reach, nodes, cost, share)
+            return self.drafter.cut(self.tokens, self.parents, self.reach, self.drafter.nodes)
         nothing = torch.zeros_like(next(iter(self.laws.values())))
         laws = torch.stack([self.laws.get(node, nothing) for node in range(len(self.tokens))])
         return DraftTree(tuple(self.tokens), tuple(self.parents), laws, without_replacement=True)

@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from specdec_lab.cost import paying_tree
 from specdec_lab.drafters.base import DraftContext
 from specdec_lab.drafters.medusa import MEASURED, check_head, measured_accuracy
 from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import DrafterError
-from specdec_lab.heads.calibration import AT_ITS_WORD, stated_calibration
+from specdec_lab.heads.calibration import stated_calibration
 from specdec_lab.heads.decoder import attention_shape
 from specdec_lab.heads.eagle import EagleHead
 from specdec_lab.heads.eagle3 import Eagle3Head
@@ -294,7 +293,7 @@ class EagleDrafter(SizedDrafter):
             return root_only(growth.tokens[0])
         if self.static is not None:
             return DraftTree(tuple(growth.tokens), tuple(growth.parents), confidence=tuple(growth.values))
-        return paying_tree(growth.tokens, growth.parents, growth.values, self.nodes, self.verify_cost, self.draft_share)
+        return self.cut(growth.tokens, growth.parents, growth.values, self.nodes)
 
     @property
     def _output(self) -> Tensor:
@@ -393,7 +392,7 @@ class _Growth:
         """Add the children of the frontier, and choose which of them to run next."""
         states = self.drafting(states)
         self.level += 1
-        calibration = drafter.calibration if self.context.randomness.sampling.greedy else AT_ITS_WORD
+        calibration = drafter.calibrated(self.context)
         born: list[tuple[int, int]] = []  # (child, index of its parent among the states)
         for at, node in enumerate(self.frontier):
             for rank in self._ranks(node, drafter):

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from specdec_lab.cost import paying_tree
 from specdec_lab.drafters.base import DraftContext
 from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import InputError
-from specdec_lab.heads.calibration import AT_ITS_WORD, Calibration, stated_calibration
+from specdec_lab.heads.calibration import Calibration, stated_calibration
 from specdec_lab.heads.facts import training_tokens
 from specdec_lab.heads.formats import Kind, check_source, load_head
 from specdec_lab.heads.medusa import MedusaHeads
@@ -135,12 +134,9 @@ class MedusaDrafter(SizedDrafter):
         draft_ids, chances = best.indices.cpu().numpy(), best.values.cpu().numpy()
         held = chances if self.heads.transitions is None else laws.numpy()
         return [
-            self._tree(context, _Guesses(self, held[row], draft_ids[row], chances[row], self._calibrated(context)))
+            self._tree(context, _Guesses(self, held[row], draft_ids[row], chances[row], self.calibrated(context)))
             for row, context in enumerate(contexts)
         ]
-
-    def _calibrated(self, context: DraftContext) -> Calibration:
-        return self.calibration if context.randomness.sampling.greedy else AT_ITS_WORD
 
     def _tree(self, context: DraftContext, guesses: _Guesses) -> DraftTree:
         """Put tokens in the place of ranks, or grow the tree; nothing is drafted after an EOS."""
@@ -179,7 +175,7 @@ class MedusaDrafter(SizedDrafter):
             parents.append(parent)
             depths.append(depths[parent] + 1)
             sure.append(-value)
-        return paying_tree(made, parents, sure, self.nodes, self.verify_cost, self.draft_share)
+        return self.cut(made, parents, sure, self.nodes)
 
 
 class _Guesses:

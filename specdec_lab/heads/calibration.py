@@ -20,7 +20,7 @@ CALIBRATION = "calibration"
 LEAST_SLOPE, MOST = 0.1, 10.0
 """Smallest slope, so that a likelier draft stays the likelier one; largest slope, and largest offset either way."""
 
-_UNLIKELY = 1e-6
+LEAST_PROBABILITY = 1e-6
 """Probabilities are taken for at least this, and for at most 1 less it, so that their odds are finite."""
 
 
@@ -47,7 +47,7 @@ class Calibration:
         if not self.lines or probability <= 0:
             return probability
         slope, offset = self.lines[min(depth, len(self.lines)) - 1]
-        probability = min(max(probability, _UNLIKELY), 1 - _UNLIKELY)
+        probability = min(max(probability, LEAST_PROBABILITY), 1 - LEAST_PROBABILITY)
         return 1 / (1 + math.exp(-offset) * ((1 - probability) / probability) ** slope)
 
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specdec_lab.heads.formats.files import BLOCK
+
+
+def facts_within(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a head states in its ``config.json``: in this package's part of it, a draft model at the top."""
+    return config.get(BLOCK, config).get("facts", {})
+
 
 def training_tokens(facts: Mapping[str, Any]) -> int | None:
     """Return the labels that a head was trained on, each as often as it was seen, those of heads it began at included.

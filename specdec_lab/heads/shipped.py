@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from specdec_lab.errors import InputError
 from specdec_lab.heads.calibration import CALIBRATION
-from specdec_lab.heads.formats.files import BLOCK
+from specdec_lab.heads.facts import facts_within
 from specdec_lab.target import Target
 
 SHIPPED = "shipped"
@@ -106,7 +106,7 @@ def ship(run: Path, kind: str, target_name: str) -> Path:
 def _facts(head: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a head's configuration, and the facts within it."""
     config = json.loads((head / "config.json").read_text("utf-8"))
-    return config, config.get(BLOCK, config).get("facts", {})
+    return config, facts_within(config)
 
 
 def _state_what_was_measured(head: Path, place: Path) -> None:

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from specdec_lab.drafters.base import DraftContext
+from specdec_lab.drafters.eagle_growth import Feed, Growth
 from specdec_lab.drafters.medusa import MEASURED, check_head, measured_accuracy
 from specdec_lab.drafters.sized import SizedDrafter
 from specdec_lab.errors import DrafterError
@@ -176,7 +177,7 @@ class EagleDrafter(SizedDrafter):
             waiting = {row: growth for row, growth in waiting.items() if not growth.finished}
         return [self._tree(growing[context.row]) for context in contexts]
 
-    def _begin(self, context: DraftContext) -> _Growth:
+    def _begin(self, context: DraftContext) -> Growth:
         """Return a growth whose first feed is what was committed since the last round, with the target's states."""
         message = context.verification
         if context.state is None:
@@ -198,8 +199,8 @@ class EagleDrafter(SizedDrafter):
         memory.committed += len(tokens)
         if self.head.context_vocab:
             self._meet(context.row, memory, context.tokens if message.is_prompt else tokens)
-        feed = _Feed(true, tokens, list(range(start, start + len(tokens))), start, None)
-        return _Growth(context, feed, min(self.depth, context.max_depth), memory.committed)
+        feed = Feed(true, tokens, list(range(start, start + len(tokens))), start, None)
+        return Growth(context, feed, min(self.depth, context.max_depth), memory.committed)
 
     def _meet(self, row: int, memory: _Memory, tokens: Sequence[int]) -> None:
         """Add what the draft vocabulary lacks of new tokens to what can be drafted in their text."""
@@ -216,7 +217,7 @@ class EagleDrafter(SizedDrafter):
             memory.met.update(fresh)
             self._context_bytes[row] = max(self._context_bytes.get(row, 0), memory.output_rows.nbytes)
 
-    def _run(self, feeds: Mapping[int, _Feed]) -> dict[int, Tensor]:
+    def _run(self, feeds: Mapping[int, Feed]) -> dict[int, Tensor]:
         """Run the head on some rows' feeds and return the next states, ``{row: [fed, hidden]}``."""
         alone = [row for row, feed in feeds.items() if len(feed.tokens) > ALONE]
         if len(feeds) > 1 and alone:  # a prompt beside short feeds would pad them to its length
@@ -288,7 +289,7 @@ class EagleDrafter(SizedDrafter):
         best = logits.softmax(dim=-1).nan_to_num(0).topk(self.branches, dim=-1)  # what is no number is no chance
         return best.indices, best.values
 
-    def _tree(self, growth: _Growth) -> DraftTree:
+    def _tree(self, growth: Growth) -> DraftTree:
         if len(growth.tokens) == 1:
             return root_only(growth.tokens[0])
         if self.static is not None:
@@ -322,113 +323,3 @@ class _Memory:
     output_rows: Tensor
     met: set[int] = field(default_factory=set)
     committed: int = 0
-
-
-@dataclass
-class _Feed:
-    """What one row runs next.
-
-    Attributes:
-        states: inputs, ``[fed, hidden]``.
-        start: slot of the first one; the others follow.
-        ancestors: slots that each one sees besides the committed ones and its own; ``None``: a chain of the text.
-    """
-
-    states: Tensor
-    tokens: list[int]
-    positions: list[int]
-    start: int
-    ancestors: list[list[int]] | None
-    committed: int = 0
-
-    def mark(self, seen: Tensor) -> None:
-        """Write what each one sees, ``seen [width, visible]``."""
-        count = len(self.tokens)
-        seen[:count, 0] = False
-        if self.ancestors is None:
-            seen[:count, : self.start] = True
-            seen[:count, self.start : self.start + count] = torch.ones(count, count, dtype=torch.bool).tril_()
-            return
-        seen[:count, : self.committed] = True
-        for at, slots in enumerate(self.ancestors):
-            seen[at, [*slots, self.start + at]] = True
-
-
-@dataclass
-class _Growth:
-    """One row's candidates while they are drafted.
-
-    Attributes:
-        tokens: of the candidates, the root first; ``parents`` and ``values`` go with it.
-        frontier: candidates that the current feed runs, ``[fed]``; the root for the first feed.
-        slots: of the candidates that were run, with those of their ancestors, the root's excluded.
-    """
-
-    context: DraftContext
-    feed: _Feed
-    depth: int
-    committed: int
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=lambda: [-1])
-    values: list[float] = field(default_factory=lambda: [1.0])
-    ranks: list[tuple[int, ...]] = field(default_factory=lambda: [()])
-    frontier: list[int] = field(default_factory=lambda: [0])
-    slots: dict[int, list[int]] = field(default_factory=lambda: {0: []})
-    level: int = 0
-    used: int = 0
-    finished: bool = False
-
-    def __post_init__(self) -> None:
-        self.tokens = [self.context.tokens[-1]]
-        self.used = self.committed
-
-    def drafting(self, states: Tensor) -> Tensor:
-        """Return those of the states just made that are drafted from: of a catch-up the last, then all."""
-        return states[-1:] if self.level == 0 else states
-
-    def extend(
-        self, states: Tensor, tokens: list[list[int]], chances: list[list[float]], drafter: EagleDrafter
-    ) -> None:
-        """Add the children of the frontier, and choose which of them to run next."""
-        states = self.drafting(states)
-        self.level += 1
-        calibration = drafter.calibrated(self.context)
-        born: list[tuple[int, int]] = []  # (child, index of its parent among the states)
-        for at, node in enumerate(self.frontier):
-            for rank in self._ranks(node, drafter):
-                child = len(self.tokens)
-                self.tokens.append(tokens[at][rank])
-                self.parents.append(node)
-                chance = chances[at][rank]
-                self.values.append(self.values[node] * min(1.0, calibration.chance(chance, self.level)))
-                self.ranks.append((*self.ranks[node], rank))
-                born.append((child, at))
-        if self.level == self.depth:
-            self.finished = True
-            return
-        run = [(child, at) for child, at in born if self._runs(child, drafter)]
-        if drafter.static is None:
-            run = sorted(run, key=lambda one: -self.values[one[0]])[: drafter.width]
-        if not run:
-            self.finished = True
-            return
-        ancestors = [self.slots[self.parents[child]] for child, _ in run]
-        self.frontier = [child for child, _ in run]
-        chosen = states[torch.tensor([at for _, at in run], device=states.device)]
-        position = self.committed + self.level - 1
-        fed = [self.tokens[child] for child in self.frontier]
-        self.feed = _Feed(chosen, fed, [position] * len(run), self.used, ancestors, self.committed)
-        for at, child in enumerate(self.frontier):
-            self.slots[child] = [*ancestors[at], self.used + at]
-        self.used += len(run)
-
-    def _ranks(self, node: int, drafter: EagleDrafter) -> Sequence[int]:
-        if drafter.static is None:
-            return range(drafter.branches)
-        return drafter.static.children.get(self.ranks[node], ())
-
-    def _runs(self, child: int, drafter: EagleDrafter) -> bool:
-        """Whether a candidate's own children may be drafted: never after EOS, nor without hope."""
-        if self.tokens[child] in drafter.target.eos_ids or self.values[child] < drafter.min_probability:
-            return False
-        return drafter.static is None or self.ranks[child] in drafter.static.children

@@ -22,6 +22,7 @@ from specdec_lab.heads.draft_lm_files import is_draft_model, load_draft_model, r
 from specdec_lab.heads.facts import training_tokens
 from specdec_lab.heads.shipped import SHIPPED, head_source
 from specdec_lab.heads.vocabulary import DraftVocabulary
+from specdec_lab.packed import pack_linears, packed_bytes
 from specdec_lab.sampling import Processing
 from specdec_lab.target import Target
 from specdec_lab.targets.loading import Attention, Dtype, load_draft
@@ -101,6 +102,7 @@ class DraftModelDrafter(SizedDrafter):
             self.draft = load_draft(target, model, dtype, device, attention, revision, trust_remote_code)
         else:
             self.draft, self.vocabulary = made.served(target), made.vocabulary
+        pack_linears(self.draft.model)
         used = self.draft.vocab_size if target.tokenizer is None else 1 + max(target.tokenizer.get_vocab().values())
         self.common_vocab = min(target.vocab_size, self.draft.vocab_size, used)
         self._warned = False
@@ -127,7 +129,7 @@ class DraftModelDrafter(SizedDrafter):
         for shared in self.target.model.parameters():  # embedding and output layer of a draft made from the target
             own.pop(shared.data_ptr(), None)
         weights = sum(weight.numel() * weight.element_size() for weight in own.values())
-        return {"draft_weights": weights, "draft_kv": self.draft.kv_bytes}
+        return {"draft_weights": weights + packed_bytes(self.draft.model), "draft_kv": self.draft.kv_bytes}
 
     def propose(self, context: DraftContext) -> DraftTree:
         """Return one sequence's tree."""

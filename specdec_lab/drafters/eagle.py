@@ -25,6 +25,7 @@ from specdec_lab.heads.formats import Kind, load_head
 from specdec_lab.heads.published_trees import published_tree
 from specdec_lab.heads.recurrent import SharedParts
 from specdec_lab.heads.shipped import SHIPPED, head_source
+from specdec_lab.packed import pack_linears, packed_bytes
 from specdec_lab.rank_trees import RankTree, rank_tree, tree_from_accuracy
 from specdec_lab.target import LayerShape, Target, TreeCache, refuse_without_memory
 from specdec_lab.tree import DraftTree, root_only
@@ -72,7 +73,7 @@ class EagleDrafter(SizedDrafter):
         width: Annotated[int, Field(ge=1, le=64)] = 4,
         branches: Annotated[int, Field(ge=1, le=64)] = 6,
         nodes: Annotated[int, Field(ge=1, le=512)] = 24,
-        min_probability: Annotated[float, Field(ge=0, lt=1)] = 0.1,
+        min_probability: Annotated[float, Field(ge=0, lt=1)] = 0.15,
         verify_ms: Mapping[int, float] | None = None,
         revision: str | None = None,
     ) -> None:
@@ -81,8 +82,11 @@ class EagleDrafter(SizedDrafter):
         if isinstance(head, str):
             loaded, facts = load_head(kind, head_source(kind, head, target), target, revision=revision)
             assert isinstance(loaded, EagleHead | Eagle3Head)
+            pack_linears(loaded)
             head = loaded
         self.head, self.parts = head, SharedParts(target, head.vocabulary)
+        self.dtype = next(head.parameters()).dtype
+        self.output = torch.empty(0) if head.own_output else self.parts.drafting_output(self.dtype)
         self.training_tokens, self.calibration = training_tokens(facts), stated_calibration(facts, "head", source)
         self.static = self._static(tree, depth, nodes, facts)
         self.depth = self.static.depth if self.static else depth
@@ -127,9 +131,9 @@ class EagleDrafter(SizedDrafter):
     def allocate(self, rows: int, tokens: int) -> None:
         """Make room for the committed tokens and one round's candidates; a cache that is large enough is kept."""
         super().allocate(rows, tokens)
-        config, weight = self.head.config, next(self.head.parameters())
+        config = self.head.config
         _, kv_heads, head_dim = attention_shape(config)
-        shape = LayerShape(kv_heads, head_dim, head_dim, weight.dtype, weight.device)
+        shape = LayerShape(kv_heads, head_dim, head_dim, self.dtype, self.target.device)
         widest = max(self.width, len(self.static.paths) if self.static else 1)
         catching_up = max(ALONE, self.depth + 1)  # a row is written as wide as the widest one beside it
         capacity = tokens + self.depth * widest + catching_up + 1
@@ -138,7 +142,7 @@ class EagleDrafter(SizedDrafter):
             shapes = dict.fromkeys(range(config.num_hidden_layers), shape)
             refuse_without_memory(list(shapes.values()), rows, capacity)
             self._cache = TreeCache(shapes, rows, capacity)
-        self.head.rotation.reserve(capacity, weight)
+        self.head.rotation.reserve(capacity, torch.empty(0, dtype=self.dtype, device=self.target.device))
 
     @property
     def cache(self) -> TreeCache:
@@ -152,9 +156,10 @@ class EagleDrafter(SizedDrafter):
 
         Rows for what texts hold are counted as they came to be.
         """
-        weights = sum(weight.nbytes for weight in self.head.parameters()) + sum(self._context_bytes.values())
-        if not (self.head.own_output or self.head.vocabulary.is_whole):
-            weights += self.parts.output.nbytes
+        weights = sum(weight.nbytes for weight in self.head.parameters()) + packed_bytes(self.head)
+        weights += sum(self._context_bytes.values())
+        if not self.head.vocabulary.is_whole:
+            weights += self.output.nbytes
         return {"draft_weights": weights, "draft_kv": 0 if self._cache is None else self._cache.bytes}
 
     # --- drafting ---------------------------------------------------------------------------------------------------
@@ -259,7 +264,7 @@ class EagleDrafter(SizedDrafter):
         self, states: Mapping[int, Tensor], memories: Mapping[int, _Memory]
     ) -> dict[int, tuple[list[list[int]], list[list[float]]]]:
         """Return the likeliest tokens after each state, and their chances, ``{row: ([states][branches], same)}``."""
-        logits = self.head.logits(torch.cat(list(states.values())), self._output).float()
+        logits = self.head.logits(torch.cat(list(states.values())), self.output).float()
         if self.head.context_vocab:
             by_row = zip(states.items(), logits.split([len(some) for some in states.values()]), strict=True)
             best = [self._best(own, some, memories[row]) for (row, some), own in by_row]
@@ -296,12 +301,8 @@ class EagleDrafter(SizedDrafter):
             return DraftTree(tuple(growth.tokens), tuple(growth.parents), confidence=tuple(growth.values))
         return self.cut(growth.tokens, growth.parents, growth.values, self.nodes)
 
-    @property
-    def _output(self) -> Tensor:
-        return torch.empty(0) if self.head.own_output else self._cast(self.parts.output)
-
     def _cast(self, values: Tensor) -> Tensor:
-        return values.to(next(self.head.parameters()).dtype)
+        return values.to(self.dtype)
 
 
 ALONE = 64

@@ -97,7 +97,8 @@ class Growth:
         if self.level == self.depth:
             self.finished = True
             return
-        run = [(child, at) for child, at in born if self._runs(child, drafter)]
+        eos_ids = drafter.target.eos_ids
+        run = [(child, at) for child, at in born if self._runs(child, drafter, eos_ids)]
         if drafter.static is None:
             run = sorted(run, key=lambda one: -self.values[one[0]])[: drafter.width]
         if not run:
@@ -118,8 +119,8 @@ class Growth:
             return range(drafter.branches)
         return drafter.static.children.get(self.ranks[node], ())
 
-    def _runs(self, child: int, drafter: EagleDrafter) -> bool:
+    def _runs(self, child: int, drafter: EagleDrafter, eos_ids: frozenset[int]) -> bool:
         """Whether a candidate's own children may be drafted: never after EOS, nor without hope."""
-        if self.tokens[child] in drafter.target.eos_ids or self.values[child] < drafter.min_probability:
+        if self.tokens[child] in eos_ids or self.values[child] < drafter.min_probability:
             return False
         return drafter.static is None or self.ranks[child] in drafter.static.children

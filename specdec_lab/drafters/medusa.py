@@ -21,6 +21,7 @@ from specdec_lab.heads.published_trees import published_tree
 from specdec_lab.heads.recurrent import SharedParts
 from specdec_lab.heads.shipped import SHIPPED, head_source
 from specdec_lab.heads.transitions import likeliest
+from specdec_lab.packed import pack_linears, packed_bytes
 from specdec_lab.rank_trees import RankTree, rank_tree, tree_from_accuracy
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree
@@ -66,8 +67,11 @@ class MedusaDrafter(SizedDrafter):
         if isinstance(head, str):
             loaded, facts = load_head("medusa", head_source("medusa", head, target), target, revision=revision)
             assert isinstance(loaded, MedusaHeads)
+            pack_linears(loaded)
             head = loaded
         self.heads, self.parts = head, SharedParts(target, head.vocabulary)
+        self.dtype = next(head.parameters()).dtype
+        self.output = torch.empty(0) if head.own_output else self.parts.drafting_output(self.dtype)
         self.training_tokens, self.calibration = training_tokens(facts), stated_calibration(facts, "head", source)
         self.branches = min(branches, len(head.vocabulary))
         self.static = self._static(tree, nodes, facts)
@@ -106,10 +110,10 @@ class MedusaDrafter(SizedDrafter):
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of the heads and of their rows of the output layer."""
-        weights = sum(weight.nbytes for weight in self.heads.parameters())
+        weights = sum(weight.nbytes for weight in self.heads.parameters()) + packed_bytes(self.heads)
         if self.heads.transitions is not None:
             weights += self.heads.transitions.bytes
-        rows = 0 if self.heads.vocabulary.is_whole else self.parts.output.nbytes
+        rows = 0 if self.heads.vocabulary.is_whole else self.output.nbytes
         return {"draft_weights": weights + rows, "draft_kv": 0}
 
     def propose(self, context: DraftContext) -> DraftTree:
@@ -121,12 +125,11 @@ class MedusaDrafter(SizedDrafter):
         """Run the heads of all rows at once."""
         messages = [context.verification for context in contexts]
         hidden = torch.stack([message.features[-1][message.path[-1]] for message in messages])  # [rows, hidden]
-        dtype = next(self.heads.parameters()).dtype
-        hidden = hidden.to(dtype)
+        hidden = hidden.to(self.dtype)
         if self.heads.root is not None:
             roots = torch.tensor([context.tokens[-1] for context in contexts], device=hidden.device)
             hidden = self.heads.begin(hidden, self.parts.embed(roots))
-        logits = self.heads.logits(hidden, self.parts.output.to(dtype)).float()  # [rows, heads, draft_vocab]
+        logits = self.heads.logits(hidden, self.output).float()  # [rows, heads, draft_vocab]
         laws = logits.softmax(dim=-1).nan_to_num(0)  # what is no number is no chance
         if self.heads.transitions is not None:
             laws = laws.cpu()  # all of them are needed there
@@ -143,11 +146,12 @@ class MedusaDrafter(SizedDrafter):
         depth = min(self.heads.heads, context.max_depth)
         if self.static is None:
             return self._grown(context.tokens[-1], depth, guesses)
+        eos_ids = self.target.eos_ids
         place: dict[tuple[int, ...], int] = {(): 0}
         made, parents, sure = [context.tokens[-1]], [-1], [1.0]
         for path in self.static.within(depth).paths:
             parent = place.get(path[:-1])
-            if parent is None or (parent and made[parent] in self.target.eos_ids):
+            if parent is None or (parent and made[parent] in eos_ids):
                 continue
             token, chance = guesses.after(made[parent], len(path))[path[-1]]
             place[path] = len(made)
@@ -160,10 +164,11 @@ class MedusaDrafter(SizedDrafter):
         """Return the nodes of the highest products of chances, as many as a verify forward is worth."""
         made, parents, depths, sure = [root], [-1], [0], [1.0]
         frontier: list[tuple[float, int, int, int]] = []  # (minus value, order, token, parent)
+        eos_ids = self.target.eos_ids
         order = 0
         newest = 0
         while len(made) <= self.nodes:
-            if depths[newest] < depth and (not newest or made[newest] not in self.target.eos_ids):
+            if depths[newest] < depth and (not newest or made[newest] not in eos_ids):
                 for token, chance in guesses.after(made[newest], depths[newest] + 1):
                     heapq.heappush(frontier, (-sure[newest] * chance, order, token, newest))
                     order += 1

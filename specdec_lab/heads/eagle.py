@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from specdec_lab.heads.decoder import MLP, Attend, Attention, RMSNorm, Rotation
 from specdec_lab.heads.vocabulary import DraftVocabulary
+from specdec_lab.packed import PackedLinear, linear
 
 
 class EagleLayer(nn.Module):
@@ -73,10 +73,10 @@ class EagleHead(nn.Module):
             state = layer(state, rotation, attend)
         return state
 
-    def logits(self, state: Tensor, shared_output: Tensor) -> Tensor:
+    def logits(self, state: Tensor, shared_output: Tensor | PackedLinear) -> Tensor:
         """Return ``[..., draft_vocab]`` through the target's output layer."""
-        return F.linear(state, shared_output)
+        return linear(state, shared_output)
 
     def context_logits(self, state: Tensor, output_rows: Tensor) -> Tensor:
         """Return ``[..., beyond]`` through other rows of the same layer."""
-        return F.linear(state, output_rows)
+        return linear(state, output_rows)

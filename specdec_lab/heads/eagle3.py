@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from specdec_lab.errors import InputError
 from specdec_lab.heads.decoder import MLP, Attend, Attention, RMSNorm, Rotation
 from specdec_lab.heads.vocabulary import DraftVocabulary
+from specdec_lab.packed import PackedLinear
 from specdec_lab.target import Target
 
 
@@ -103,7 +104,7 @@ class Eagle3Head(nn.Module):
         """Return the layer's output before the norm, which the next step is fed too, ``[rows, tokens, hidden]``."""
         return self.midlayer(state, embedded, rotation, attend)
 
-    def logits(self, state: Tensor, shared_output: Tensor) -> Tensor:
+    def logits(self, state: Tensor, shared_output: Tensor | PackedLinear) -> Tensor:
         """Return ``[..., draft_vocab]`` through the head's own norm and output layer."""
         return self.lm_head(self.norm(state))
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from specdec_lab.heads.transitions import Transitions
 from specdec_lab.heads.vocabulary import DraftVocabulary
+from specdec_lab.packed import PackedLinear, linear
 
 
 class ResidualBlock(nn.Module):
@@ -86,14 +87,14 @@ class MedusaHeads(nn.ModuleList):
             hidden = block(hidden)
         return hidden
 
-    def one(self, at: int, hidden: Tensor, shared_output: Tensor) -> Tensor:
+    def one(self, at: int, hidden: Tensor, shared_output: Tensor | PackedLinear) -> Tensor:
         """Return one head's logits, ``[..., draft_vocab]``; see ``logits``."""
         state = self.state(at, hidden)
         if self.own_output:
             return self[at][self.blocks](state)  # pyright: ignore[reportIndexIssue]
-        return F.linear(state, shared_output.to(state.dtype))
+        return linear(state, shared_output)
 
-    def logits(self, hidden: Tensor, shared_output: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, shared_output: Tensor | PackedLinear) -> Tensor:
         """Return all heads' logits, ``[..., heads, draft_vocab]``.
 
         Args:
@@ -104,4 +105,4 @@ class MedusaHeads(nn.ModuleList):
         if self.own_output:
             return torch.stack([self.one(at, hidden, shared_output) for at in range(self.heads)], dim=-2)
         states = torch.stack([self.state(at, hidden) for at in range(self.heads)], dim=-2)
-        return F.linear(states, shared_output)  # reads the output layer once for all heads
+        return linear(states, shared_output)  # reads the output layer once for all heads

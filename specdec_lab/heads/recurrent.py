@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from specdec_lab.errors import UnsupportedModelError
 from specdec_lab.heads.decoder import Attend, Attention, Rotation
 from specdec_lab.heads.vocabulary import DraftVocabulary
+from specdec_lab.packed import PackedLinear, packed
 from specdec_lab.target import Target
 
 
@@ -54,7 +55,7 @@ class RecurrentHead(Protocol):
         """Return the next states, ``[rows, tokens, hidden]`` from states and embedded tokens of the same shape."""
         ...
 
-    def logits(self, state: Tensor, shared_output: Tensor) -> Tensor:
+    def logits(self, state: Tensor, shared_output: Tensor | PackedLinear) -> Tensor:
         """Return ``[..., draft_vocab]`` of states that ``step`` returned.
 
         Args:
@@ -98,6 +99,12 @@ class SharedParts:
         if self._vocabulary.is_whole:
             return self._weight
         return self._weight[self._vocabulary.token_ids.to(self._weight.device)].contiguous()
+
+    def drafting_output(self, dtype: torch.dtype) -> Tensor | PackedLinear:
+        """Return the output layer at the vocabulary for those who draft, packed where that is faster."""
+        if self._vocabulary.is_whole:
+            return self._weight.to(dtype)
+        return packed(self.output_at(self._vocabulary.token_ids).to(dtype))
 
     def likeliest(self, states: Tensor) -> Tensor:
         """Return the target's likeliest tokens of all, ``[positions]``, from its last hidden states."""

@@ -89,13 +89,14 @@ class MedusaLearner(Learner):
         teacher = Teacher(batch, parts, self.vocabulary)
         counter = HitCounter(batch.supervised)
         hidden = states.to(next(heads.parameters()).dtype)
+        output = parts.output.to(hidden.dtype)
         if heads.root is not None:
             hidden = heads.begin(hidden, parts.embed(ahead(batch.ids, 1)))
         total = torch.zeros((), device=batch.ids.device)
         shown: dict[str, Tensor] = {}
         for at, offset in enumerate(self.offsets):
             rows = teacher.at(offset)
-            logits = heads.one(at, hidden[rows.marked], parts.output)
+            logits = heads.one(at, hidden[rows.marked], output)
             if self.transitions:
                 if heads.transitions is None:
                     raise RuntimeError("no text has been counted yet; call count_in first")

@@ -61,6 +61,9 @@ from specdec_lab.tracking import TrackingSettings, check_tracking, tracking_sett
 
 GROUPS = ("target", "head", "data", "tracking")
 
+MEASURED_WITH = {"eagle": {"min_probability": 0.1}, "eagle3": {"min_probability": 0.1}}
+"""Settings of the strategies that real acceptance is measured with: it stays what it was when their defaults change."""
+
 
 @dataclass(frozen=True)
 class TrainJob:
@@ -211,7 +214,8 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
             target=Rendering(tokenizer_fingerprint(target.tokenizer), template_sha256(target.tokenizer)),
         )
         identity: dict[str, Any] = {name: {**job.config[name]} for name in ("head", "target")}
-        identity["learn_prompts"], identity["repeats"] = job.data.learn_prompts, job.data.repeats
+        identity["learn_prompts"] = job.data.learn_prompts
+        identity["repeats"] = 0 if measured_only else job.data.repeats
         identity["target"].pop("device", None)
         stated = {"data": data.report.record(), "target": stated_target(job, target)}
         with tracked(job.tracking if main else None, learner.kind, job.config, folder) as tracker:
@@ -221,7 +225,7 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
                 training,
                 data.validation,
                 source,
-                own_measure(settings, target),
+                own_measure(settings, learner),
                 folder,
                 console=err,
                 tracker=tracker,
@@ -291,14 +295,15 @@ def stated_target(job: TrainJob, target: Target) -> dict[str, Any]:
     return {"name": target.name, "model": stated.get("model") or target.name, "revision": stated.get("revision")}
 
 
-def own_measure(settings: TrainSettings, target: Target) -> Callable[[Learner], Mapping[str, float]] | None:
+def own_measure(settings: TrainSettings, learner: Learner) -> Callable[[Learner], Mapping[str, float]] | None:
     """Return what measures the head in the engine on the package's own prompts, a few of each kind of task."""
-    if not settings.measure_prompts or target.tokenizer is None:
+    tokenizer = learner.target.tokenizer
+    if not settings.measure_prompts or tokenizer is None:
         return None
     prompts = load_prompts().prompts
     chosen = prompts[:: max(1, len(prompts) // settings.measure_prompts)][: settings.measure_prompts]
-    rendered = [render_chat(target.tokenizer, [{"role": "user", "content": one.turns[0]}]) for one in chosen]
-    return measure_on(rendered, settings.measure_tokens, {})
+    rendered = [render_chat(tokenizer, [{"role": "user", "content": one.turns[0]}]) for one in chosen]
+    return measure_on(rendered, settings.measure_tokens, MEASURED_WITH.get(learner.kind, {}))
 
 
 def label_counts(examples: Sequence[Example], vocab_size: int) -> Tensor:

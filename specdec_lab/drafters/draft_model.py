@@ -20,9 +20,9 @@ from specdec_lab.heads.calibration import stated_calibration
 from specdec_lab.heads.draft_lm import DraftLM
 from specdec_lab.heads.draft_lm_files import is_draft_model, load_draft_model, refuse_head
 from specdec_lab.heads.facts import training_tokens
+from specdec_lab.heads.packed import pack_linears, packed_bytes
 from specdec_lab.heads.shipped import SHIPPED, head_source
 from specdec_lab.heads.vocabulary import DraftVocabulary
-from specdec_lab.packed import pack_linears, packed_bytes
 from specdec_lab.sampling import Processing
 from specdec_lab.target import Target
 from specdec_lab.targets.loading import Attention, Dtype, load_draft
@@ -102,7 +102,7 @@ class DraftModelDrafter(SizedDrafter):
             self.draft = load_draft(target, model, dtype, device, attention, revision, trust_remote_code)
         else:
             self.draft, self.vocabulary = made.served(target), made.vocabulary
-        pack_linears(self.draft.model)
+        pack_linears(self.draft.model, keep=target.model.parameters())
         used = self.draft.vocab_size if target.tokenizer is None else 1 + max(target.tokenizer.get_vocab().values())
         self.common_vocab = min(target.vocab_size, self.draft.vocab_size, used)
         self._warned = False

@@ -22,10 +22,10 @@ from specdec_lab.heads.eagle import EagleHead
 from specdec_lab.heads.eagle3 import Eagle3Head
 from specdec_lab.heads.facts import training_tokens
 from specdec_lab.heads.formats import Kind, load_head
+from specdec_lab.heads.packed import pack_linears, packed_bytes
 from specdec_lab.heads.published_trees import published_tree
 from specdec_lab.heads.recurrent import SharedParts
 from specdec_lab.heads.shipped import SHIPPED, head_source
-from specdec_lab.packed import pack_linears, packed_bytes
 from specdec_lab.rank_trees import RankTree, rank_tree, tree_from_accuracy
 from specdec_lab.target import LayerShape, Target, TreeCache, refuse_without_memory
 from specdec_lab.tree import DraftTree, root_only
@@ -60,6 +60,10 @@ class EagleDrafter(SizedDrafter):
         verify_ms: milliseconds of a verify forward by its nodes, which decide how many of ``nodes`` are worth while;
             ``None`` measures them on the target once. Only for ``dynamic``.
         revision: branch, tag or commit of a hub id.
+
+    Attributes:
+        dtype: of the head, its cache and its output.
+        output: the target's output layer as the head reads it; empty where the head has its own.
     """
 
     def __init__(
@@ -158,7 +162,7 @@ class EagleDrafter(SizedDrafter):
         """
         weights = sum(weight.nbytes for weight in self.head.parameters()) + packed_bytes(self.head)
         weights += sum(self._context_bytes.values())
-        if not self.head.vocabulary.is_whole:
+        if not self.parts.is_own(self.output):
             weights += self.output.nbytes
         return {"draft_weights": weights, "draft_kv": 0 if self._cache is None else self._cache.bytes}
 

@@ -17,11 +17,11 @@ from specdec_lab.heads.calibration import Calibration, stated_calibration
 from specdec_lab.heads.facts import training_tokens
 from specdec_lab.heads.formats import Kind, check_source, load_head
 from specdec_lab.heads.medusa import MedusaHeads
+from specdec_lab.heads.packed import pack_linears, packed_bytes
 from specdec_lab.heads.published_trees import published_tree
 from specdec_lab.heads.recurrent import SharedParts
 from specdec_lab.heads.shipped import SHIPPED, head_source
 from specdec_lab.heads.transitions import likeliest
-from specdec_lab.packed import pack_linears, packed_bytes
 from specdec_lab.rank_trees import RankTree, rank_tree, tree_from_accuracy
 from specdec_lab.target import Target
 from specdec_lab.tree import DraftTree
@@ -49,6 +49,10 @@ class MedusaDrafter(SizedDrafter):
         verify_ms: milliseconds of a verify forward by its nodes, which decide how many of ``nodes`` are worth while;
             ``None`` measures them on the target once. Only for ``confident``.
         revision: branch, tag or commit of a hub id.
+
+    Attributes:
+        dtype: of the heads and their output.
+        output: the target's output layer as the heads read it; empty where they have their own.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class MedusaDrafter(SizedDrafter):
         weights = sum(weight.nbytes for weight in self.heads.parameters()) + packed_bytes(self.heads)
         if self.heads.transitions is not None:
             weights += self.heads.transitions.bytes
-        rows = 0 if self.heads.vocabulary.is_whole else self.output.nbytes
+        rows = 0 if self.parts.is_own(self.output) else self.output.nbytes
         return {"draft_weights": weights + rows, "draft_kv": 0}
 
     def propose(self, context: DraftContext) -> DraftTree:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from specdec_lab.heads.decoder import MLP, Attend, Attention, RMSNorm, Rotation
+from specdec_lab.heads.packed import PackedLinear, linear
 from specdec_lab.heads.vocabulary import DraftVocabulary
-from specdec_lab.packed import PackedLinear, linear
 
 
 class EagleLayer(nn.Module):

@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 
 from specdec_lab.errors import InputError
 from specdec_lab.heads.decoder import MLP, Attend, Attention, RMSNorm, Rotation
+from specdec_lab.heads.packed import PackedLinear
 from specdec_lab.heads.vocabulary import DraftVocabulary
-from specdec_lab.packed import PackedLinear
 from specdec_lab.target import Target
 
 

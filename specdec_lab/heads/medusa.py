@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specdec_lab.heads.packed import PackedLinear, linear
 from specdec_lab.heads.transitions import Transitions
 from specdec_lab.heads.vocabulary import DraftVocabulary
-from specdec_lab.packed import PackedLinear, linear
 
 
 class ResidualBlock(nn.Module):
@@ -99,8 +99,8 @@ class MedusaHeads(nn.ModuleList):
 
         Args:
             hidden: what they start from, ``[..., hidden]``.
-            shared_output: the target's output layer at the draft vocabulary, ``[draft_vocab, hidden]``; read only by
-                heads without an output layer of their own.
+            shared_output: the target's output layer at the draft vocabulary, ``[draft_vocab, hidden]``, in the dtype of
+                what they start from; read only by heads without an output layer of their own.
         """
         if self.own_output:
             return torch.stack([self.one(at, hidden, shared_output) for at in range(self.heads)], dim=-2)

@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 
 from specdec_lab.errors import UnsupportedModelError
 from specdec_lab.heads.decoder import Attend, Attention, Rotation
+from specdec_lab.heads.packed import PackedLinear, packed
 from specdec_lab.heads.vocabulary import DraftVocabulary
-from specdec_lab.packed import PackedLinear, packed
 from specdec_lab.target import Target
 
 
@@ -59,8 +59,8 @@ class RecurrentHead(Protocol):
         """Return ``[..., draft_vocab]`` of states that ``step`` returned.
 
         Args:
-            shared_output: the target's output layer at the draft vocabulary, ``[draft_vocab, target hidden]``; not read
-                by a head with an output layer of its own.
+            shared_output: the target's output layer at the draft vocabulary, ``[draft_vocab, target hidden]``, in the
+                states' dtype; not read by a head with an output layer of its own.
         """
         ...
 
@@ -101,7 +101,11 @@ class SharedParts:
         return self._weight[self._vocabulary.token_ids.to(self._weight.device)].contiguous()
 
     def drafting_output(self, dtype: torch.dtype) -> Tensor | PackedLinear:
-        """Return the output layer at the vocabulary for those who draft, packed where that is faster."""
+        """Return the output layer at the vocabulary for those who draft, ``[draft_vocab, hidden]``.
+
+        The target's own weight where the vocabulary is whole and the dtype is the target's; otherwise a copy, packed
+        where the vocabulary is reduced and that is faster.
+        """
         if self._vocabulary.is_whole:
             return self._weight.to(dtype)
         return packed(self.output_at(self._vocabulary.token_ids).to(dtype))
@@ -111,6 +115,10 @@ class SharedParts:
         at_once = 256  # the whole output layer times all positions of a batch would be gigabytes
         parts = states.to(self._weight.dtype).split(at_once)
         return torch.cat([F.linear(some, self._weight).argmax(dim=-1) for some in parts])
+
+    def is_own(self, output: Tensor | PackedLinear) -> bool:
+        """Return whether an output layer takes no memory besides the target's."""
+        return isinstance(output, Tensor) and output.data_ptr() == self._weight.data_ptr()
 
     def output_at(self, token_ids: Tensor) -> Tensor:
         """Return rows of the output layer, ``[ids, hidden]``."""

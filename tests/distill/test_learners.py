@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from heads_at_hand import greedy_continuation
+from tiny_models import tiny_model
 
 from specdec_lab.distill.batch import Example
 from specdec_lab.distill.features import OnlineFeatures
@@ -210,3 +211,16 @@ def test_a_row_without_labels_costs_nothing(kind: str, tiny_target):
     outcome = learner(OnlineFeatures(target, learner.feature_layers).batch([empty]))
     assert float(outcome.loss.detach()) == 0.0
     assert all(value.isfinite().all() for value in outcome.parts.values())
+
+
+@pytest.mark.parametrize("own_output", [False, True])
+def test_heads_in_float32_learn_beside_a_target_in_bfloat16(own_output: bool):
+    """The default of training: master weights are float32, and the shared output layer is the target's."""
+    target = Target(tiny_model("llama").bfloat16(), name="bfloat16")
+    counts = torch.ones(target.vocab_size, dtype=torch.long)
+    learner = MedusaLearner(target, counts, heads=2, blocks=1, own_output=own_output, draft_vocab=None)
+    examples = greedy_examples(target, 2, 8)
+    batch = OnlineFeatures(target, learner.feature_layers).batch(examples)
+    assert batch.features[-1].dtype == torch.bfloat16
+    assert next(learner.head.parameters()).dtype == torch.float32
+    assert bool(learner(batch).loss.isfinite())

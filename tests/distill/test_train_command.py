@@ -394,11 +394,12 @@ def test_a_head_is_measured_without_being_trained(command, data: Path):
     head = ("head=medusa", "head.heads=2", "head.draft_vocab=null", "head.transitions=0.6", "precision=fp32")
     code, _, err = command(*head, "epochs=2", "hydra.run.dir=made")
     assert code == 0, err
-    code, _, err = command(*head, "max_steps=0", "start=made/head", "hydra.run.dir=measured")
+    texts = ("data.repeats=5", "data.learn_prompts=true")  # settings of what is learnt are none of a measurement
+    code, _, err = command(*head, *texts, "max_steps=0", "start=made/head", "hydra.run.dir=measured")
     assert code == 0, err
     made, measured = (json.loads((data / run / "head" / "config.json").read_text()) for run in ("made", "measured"))
     facts = measured["specdec_lab"]["facts"]
-    assert facts["optimizer_steps"] == facts["trained_on"]["labels"] == 0
+    assert facts["optimizer_steps"] == facts["trained_on"]["labels"] == facts["training"]["repeats"] == 0
     assert facts["started_from"]["trained_on"] == made["specdec_lab"]["facts"]["trained_on"]
     shares = (one["accuracy_by_rank"][0] for one in (facts, made["specdec_lab"]["facts"]))
     assert next(shares) == pytest.approx(next(shares), abs=0.05)  # the file holds rounded weights

@@ -114,3 +114,22 @@ def test_a_draft_model_reads_what_it_states(tiny_target: Callable[..., Target], 
     draft = DraftLM(target, [0, 1], DraftVocabulary.whole(target.vocab_size))
     save_draft_model(draft, tmp_path / "draft", {"calibration": [[1.5, 0.25]]})
     assert DraftModelDrafter(target, model=str(tmp_path / "draft")).calibration.lines == ((1.5, 0.25),)
+
+
+@pytest.mark.parametrize("make", [eagle_head, eagle3_head])
+def test_candidates_below_the_limit_are_offered_and_not_expanded(
+    make: Callable[[Target], Any], tiny_target: Callable[..., Target]
+):
+    """The limit is on what a candidate is worth, which without it would be the least of what is drafted below."""
+    drafter = eagle(tiny_target(), make)
+    drafter.calibration = LINES
+    values = first_values(drafter, SamplingParams())
+    first = {path: value for path, value in values.items() if len(path) == 1}
+    ranked = sorted(first.values())
+    assert len(ranked) > 3
+    drafter.min_probability = (ranked[1] + ranked[2]) / 2
+    found = first_values(drafter, SamplingParams())
+    assert {path for path in found if len(path) == 1} == set(first)
+    wanted = {path for path, value in first.items() if value >= drafter.min_probability}
+    assert {path[:1] for path in found if len(path) == 2} == wanted
+    assert len(wanted) == len(first) - 2

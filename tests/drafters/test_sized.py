@@ -58,6 +58,15 @@ def test_a_node_pays_by_the_time_of_the_whole_round():
     assert len(paying_tree(tokens, parents, [1.0, 0.0, 0.0, 0.0], 9, cost, 0.0)) == 2
 
 
+def test_a_tree_is_cut_with_the_drafting_of_its_strategy(tiny_target: GetTarget):
+    """The share that a strategy states is the one by which its trees are cut."""
+    drafter = Confident(tiny_target(), verify_ms={1: 10.0, 4: 13.0})
+    sizes = []
+    for drafter.draft_share in (0.0, 1.0, 4.0):
+        sizes.append(len(drafter.cut([1, 2, 3, 4], [-1, 0, 1, 2], [1.0, 0.5, 0.12, 0.05], 9)))
+    assert sizes == [2, 3, 4]
+
+
 def test_a_hybrid_drafts_as_long_as_its_members(tiny_target: GetTarget):
     """Lookups take no time, so that the verify forward alone cuts their trees; networks run one after the other."""
     target = tiny_target()

@@ -183,7 +183,7 @@ def test_layers_are_replaced_wherever_they_stand_but_not_those_that_are_read_els
     model["output"].weight = model["embedding"].weight
     model["again"] = model["twice"]
     held = sum({id(weight): weight.nbytes for weight in model.parameters()}.values())
-    pack_linears(model, keep=[model["others"].weight])
+    pack_linears(model, keep=model["others"].parameters())
     assert isinstance(model["list"][0][0], PackedLinear)  # type: ignore[index]
     assert all(type(model[name]) is nn.Linear for name in ("output", "twice", "again", "others"))
     assert packed_bytes(model) == 64 * 96 * 2
@@ -258,7 +258,8 @@ def test_a_shared_output_layer_is_counted_where_it_is_a_copy(whole: bool, dtype:
     """A float32 head on a bfloat16 target has a copy of the whole layer, which no count showed."""
     target = bf16_target()
     vocabulary = DraftVocabulary.whole(target.vocab_size) if whole else reduced()
-    head = randomised(MedusaHeads(target.hidden_size, vocabulary, heads=2, blocks=1)).eval().to(dtype)
+    head = MedusaHeads(target.hidden_size, vocabulary, heads=2, blocks=1).eval().to(dtype)
+    randomised(head)
     drafter = MedusaDrafter(target, head=head, verify_ms=FLAT)
     assert isinstance(drafter.output, PackedLinear) == (dtype == torch.bfloat16 and not whole)
     own = sum(weight.nbytes for weight in head.parameters())

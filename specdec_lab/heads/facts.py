@@ -8,9 +8,13 @@ from typing import Any
 from specdec_lab.heads.formats.files import BLOCK
 
 
-def facts_within(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a head states in its ``config.json``: in this package's part of it, a draft model at the top."""
-    return config.get(BLOCK, config).get("facts", {})
+def facts_within(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what a head states about itself, of its whole ``config.json``.
+
+    It is part of what was given, so that whoever changes it changes that. Heads keep it in this package's block, a
+    draft model at the top.
+    """
+    return config.get(BLOCK, config).setdefault("facts", {})
 
 
 def training_tokens(facts: Mapping[str, Any]) -> int | None:

@@ -143,7 +143,7 @@ def _in_turn(groups: Sequence[Sequence[Prompt]]) -> tuple[Prompt, ...]:
     return tuple(prompt for rank in zip_longest(*groups) for prompt in rank if prompt is not None)
 
 
-def parse_prompts(data: bytes, source: str) -> tuple[Prompt, ...]:
+def parse_prompts(data: bytes, source: str, field: str = "prompts.path") -> tuple[Prompt, ...]:
     """Parse the content of a prompt file; ``source`` is what errors call it.
 
     Raises:
@@ -161,7 +161,7 @@ def parse_prompts(data: bytes, source: str) -> tuple[Prompt, ...]:
             raise InputError(f"{where}, question_id", prompt.question_id, remedy)
         prompts[prompt.question_id], first_line[prompt.question_id] = prompt, number
     if not prompts:
-        raise InputError("prompts.path", source, "the file holds no prompt; give one JSON object per line")
+        raise InputError(field, source, "the file holds no prompt; give one JSON object per line")
     return tuple(prompts.values())
 
 

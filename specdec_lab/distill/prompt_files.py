@@ -41,7 +41,7 @@ def read_prompt_files(paths: Sequence[str], where: str) -> tuple[PromptFile, ...
         if is_conversations(data):
             prompts = tuple(one.prompt() for one in parse_conversations(data, path).conversations)
         else:
-            prompts = parse_prompts(data, path)
+            prompts = parse_prompts(data, path, where)
         sha256 = bytes_sha256(data)
         if any(file.sha256 == sha256 for file in files):
             raise InputError(where, path, "a file of the same content is there already; name it once")

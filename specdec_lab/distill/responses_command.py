@@ -10,6 +10,7 @@ from rich.console import Console
 
 from specdec_lab.command import ROWS_FAILED, SUCCESS, go_on, run_plain_job, say
 from specdec_lab.distill.responses import check_run, generate_responses, plan_generation
+from specdec_lab.errors import InputError
 
 
 def responses_job(config: DictConfig) -> None:
@@ -37,6 +38,9 @@ def _run(config: dict[str, Any], folder: Path, err: Console) -> int:
         f"{counts['finished']} finished; left out: {counts['turns_too_long']} turns that were too long, "
         f"{counts['leaks_dropped']} leaking prompts",
     )
+    if counts["turns_too_long"] and not counts["rows"]:
+        too_long = f"all {counts['turns_too_long']} turns have longer prompts, so there is nothing to answer; give more"
+        raise InputError("max_prompt_tokens", plan.settings.max_prompt_tokens, too_long)
     say(out, f"responses: {folder}")
     if counts["failed"]:
         say(err, f"{counts['failed']} answers failed ({manifest['failed'][0]}); resume=true tries them again")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,17 +43,28 @@ def start_head(kind: str, source: str, target: Target) -> tuple[nn.Module, Mappi
 
 
 def started(
-    make: Callable[[Target, Tensor], Learner], kind: str, source: str, target: Target
+    make: Callable[[Target, Tensor], Learner],
+    kind: str,
+    source: str,
+    target: Target,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Learner, Mapping[str, Any]]:
     """Return a learner whose head has another one's draft vocabulary and weights, and that one's facts.
 
     Args:
         make: builds the learner from the counts of its labels.
+        settings: of the head, as the configuration states them; a refusal names those that the other one differs in.
 
     Raises:
-        InputError: the other head has another shape.
+        InputError: the other head has another shape; with the settings that it was trained with, if it states them.
     """
     head, facts = start_head(kind, source, target)
+    words = differing_settings(facts, settings)
+    known = f"it was trained with {words}, so give these"
+
+    def refusal(reason: str, remedy: str) -> InputError:
+        return InputError(FIELD, source, f"{reason}; {known if words else remedy}")
+
     vocabulary = head.vocabulary
     assert isinstance(vocabulary, DraftVocabulary)
     counts = torch.zeros(target.vocab_size, dtype=torch.long)
@@ -59,23 +72,46 @@ def started(
     learner = make(target, counts)
     own = learner.vocabulary
     if not torch.equal(own.token_ids.cpu(), vocabulary.token_ids.cpu()):
-        remedy = f"it drafts {len(vocabulary)} ids and this head {len(own)}; give head.draft_vocab={len(vocabulary)}"
-        raise InputError(FIELD, source, remedy)
+        raise refusal(
+            f"it drafts {len(vocabulary)} ids and this head {len(own)}", f"give head.draft_vocab={len(vocabulary)}"
+        )
     if getattr(head, "context_vocab", False) and not learner.context_vocab:
-        raise InputError(FIELD, source, "it drafts what its text holds too; give head.context_vocab=true")
+        raise refusal("it drafts what its text holds too", "give head.context_vocab=true")
     for name, stated, own_one in other_shape(head, learner.head):
-        remedy = f"its {name} is {stated!r}, and heads that are trained here have {own_one!r} with these settings"
-        raise InputError(FIELD, source, f"{remedy}; give the settings it was trained with, if there are any")
+        reason = f"its {name} is {stated!r}, and heads that are trained here have {own_one!r} with these settings"
+        raise refusal(reason, "give the settings it was trained with, if there are any")
     pairs = getattr(head, "transitions", None)
     weight, own_weight = 0.0 if pairs is None else pairs.weight, getattr(learner, "transitions", 0.0)
     if weight != own_weight:
-        raise InputError(FIELD, source, f"it was trained with head.transitions={weight}, not {own_weight}; give that")
+        raise refusal(
+            f"it guesses beside pairs with a weight of {weight}, not {own_weight}", f"give head.transitions={weight}"
+        )
     try:
         learner.begin_at(head)
     except RuntimeError as error:  # load_state_dict names the weights that differ
         first = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
-        raise InputError(FIELD, source, f"it has another shape ({first}); give the same head.* settings") from error
+        raise refusal(f"it has another shape ({first})", "give the same head.* settings") from error
     return learner, facts
+
+
+def differing_settings(facts: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return the settings of a head that it states to have been trained with, where these differ, as one would type.
+
+    Args:
+        facts: of the head.
+        settings: of the head that is to begin there.
+    """
+    training = facts.get("training")
+    stated = training.get("head") if isinstance(training, Mapping) else None
+    if not isinstance(stated, Mapping):
+        return ""
+    differ = [name for name, value in stated.items() if name in settings and settings[name] != value]
+    return " ".join(f"head.{name}={typed(stated[name])}" for name in differ if not isinstance(stated[name], Mapping))
+
+
+def typed(value: Any) -> str:
+    """Return a plain value as a command line takes it."""
+    return json.dumps(value, separators=(",", ":")).replace('"', "")
 
 
 SHAPE = ("rope_parameters", "rms_norm_eps", "hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim")

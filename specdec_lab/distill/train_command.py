@@ -38,6 +38,7 @@ from specdec_lab.distill.batch import Example
 from specdec_lab.distill.feature_cache import prepare_cache
 from specdec_lab.distill.features import CachedFeatures, FeatureSource, OnlineFeatures
 from specdec_lab.distill.fingerprints import template_sha256, tokenizer_fingerprint
+from specdec_lab.distill.history import Row
 from specdec_lab.distill.learner import Learner
 from specdec_lab.distill.loop import TrainPlan, TrainResult, own_randomness, train
 from specdec_lab.distill.measured import measure_on
@@ -152,13 +153,32 @@ def _run_in(folder: Path, processes: PartialState, config: Mapping[str, Any], ou
     check_run_folder(folder, resume=job.settings.resume, overwrite=job.settings.overwrite)
     raw = read_data(job.data)
     processes.wait_for_everyone()  # until all have looked at the folder
-    with _log(folder, err, processes):
-        result = run_training(job, raw, folder, err, main=processes.is_main_process)
+    try:
+        with _log(folder, err, processes):
+            result = run_training(job, raw, folder, err, main=processes.is_main_process)
+    except KeyboardInterrupt:  # the loop itself ends after its step
+        say(err, f"interrupted before the first step; go on with: {go_on(folder)}")
+        raise
     if result.interrupted:
         say(err, f"interrupted after step {result.step} of {result.steps}; go on with: {go_on(folder)}")
         return INTERRUPTED
+    for line in found_at_last(result.rows):
+        say(out, line)
     say(out, f"head: {result.head}")
     return SUCCESS
+
+
+def found_at_last(rows: Sequence[Row]) -> list[str]:
+    """Return what the last evaluation of a training found, in lines for a reader; none without one."""
+    last = next((row for row in reversed(rows) if row["kind"] == "evaluation"), None)
+    if last is None:
+        return []
+    named = {
+        "accuracy/depth1/top1": "first choice right at {:.1%} of the validation texts' tokens",
+        "simulated_acceptance_length": "simulated acceptance length {:.2f}",
+        "real_acceptance_length": "real acceptance length {:.2f}, every node paid",
+    }
+    return ["; ".join(words.format(last[name]) for name, words in named.items() if name in last)]
 
 
 def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, main: bool) -> TrainResult:
@@ -249,7 +269,7 @@ def make_learner(
             if job.settings.start is None:
                 learner = job.make_learner(target, label_counts(examples, target.vocab_size))
             else:
-                learner, origin = started(job.make_learner, job.kind, job.settings.start, target)
+                learner, origin = started(job.make_learner, job.kind, job.settings.start, target, job.config["head"])
             learner.head.to(target.device)
             return learner, origin
         except InputError as error:
@@ -281,7 +301,7 @@ def texts_to_learn(job: TrainJob, learner: Learner, examples: Sequence[Example])
 def make_source(settings: TrainSettings, learner: Learner, examples: Sequence[Example], err: Console) -> FeatureSource:
     """Return what makes the batches; an offline cache is written first."""
     target, layers = learner.target, learner.feature_layers
-    if settings.features == "online":
+    if settings.features == "online" or settings.max_steps == 0:  # a measurement reads them once
         return OnlineFeatures(target, layers)
     target.check_states(settings.feature_layers, "feature_layers")
     kept = tuple(sorted({*layers, *settings.feature_layers}))

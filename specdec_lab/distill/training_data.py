@@ -260,7 +260,8 @@ def build_examples(raw: RawData, settings: DataSettings, tokenizer: PreTrainedTo
     if not training:
         names = listed([source.name for source in sources], most=3)
         left_out = ", ".join(f"{count} {reason}" for reason, count in {**raw.skipped, **counts}.items() if count)
-        remedy = f"no training example is left ({left_out or 'all are validated on'}); give more data, or texts that "
+        left_out = left_out or ("all are validated on" if validation else "there is no answer")
+        remedy = f"no training example is left ({left_out}); give more data, or texts that "
         remedy += f"fit into data.max_tokens={settings.max_tokens}"
         raise InputError("data.responses", names, remedy)
     report = DataReport(

@@ -206,7 +206,7 @@ def last_checkpoint(folder: Path) -> Checkpoint | None:
         try:
             return _read(path)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            log.warning("%s is damaged (%s); the checkpoint before it is used.", path.name, one_line(error))
+            log.warning("%s is damaged (%s); the checkpoint before it is tried.", path.name, one_line(error))
     if found:
         remedy = (
             f"none of the {len(found)} checkpoints in {folder} is whole; restore one or start anew with overwrite=true"

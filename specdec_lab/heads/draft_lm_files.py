@@ -35,7 +35,7 @@ def refuse_head(source: str) -> None:
     block = _config(source).get(BLOCK)
     kind = block.get("kind") if isinstance(block, dict) else None
     if kind is not None:
-        remedy = f"this is a head for the strategy {kind}; give it there, or give the folder of a causal LM"
+        remedy = f"this is a head for the strategy {kind}; use it as one of those, or give the folder of a causal LM"
         raise InputError("model", source, remedy)
 
 

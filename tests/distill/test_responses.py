@@ -142,6 +142,17 @@ def test_long_turns_are_left_out_and_counted(generate):
     assert manifest["complete"]
 
 
+def test_a_run_without_any_answer_is_no_success(tmp_path: Path):
+    """An empty run folder was told as success, and the training after it found nothing to learn."""
+    write_prompts(tmp_path / "prompts.jsonl", PROMPTS)
+    command = [sys.executable, str(ROOT / "scripts" / "generate_responses.py"), "target=tiny", "target.device=cpu"]
+    command += ["prompts.paths=[prompts.jsonl]", "max_prompt_tokens=3", "max_new_tokens=4", "hydra.run.dir=run"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "max_prompt_tokens=3: all " in ended.stderr.replace("\n", " ")
+    assert "Traceback" not in ended.stderr
+
+
 def test_the_manifest_says_what_was_answered_and_no_prompt_is_written(generate, tmp_path: Path):
     """Everything to reproduce the answers, but neither texts of prompts nor folders of this machine."""
     generate("samples=[0,1]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def made(kind: str, target: Target, counts: torch.Tensor, **changes: Any) -> Lea
     return learner_class(target, counts, **{"draft_vocab": 40, **settings, **changes})  # pyright: ignore[reportCallIssue]
 
 
-def exported(kind: str, target: Target, folder: Path) -> Learner:
+def exported(kind: str, target: Target, folder: Path, facts: Mapping[str, Any] | None = None) -> Learner:
     """Write a head with weights and a vocabulary of its own."""
     generator = torch.Generator().manual_seed(0)
     learner = made(kind, target, torch.randint(0, 100, (target.vocab_size,), generator=generator))
@@ -33,7 +34,7 @@ def exported(kind: str, target: Target, folder: Path) -> Learner:
         for weight in learner.head.parameters():
             weight.add_(torch.randn(weight.shape, generator=generator) * 0.1)
             weight.copy_(weight.bfloat16())  # what the file holds
-    learner.export(folder, {"optimizer_steps": 7})
+    learner.export(folder, facts or {"optimizer_steps": 7})
     return learner
 
 
@@ -136,8 +137,26 @@ def test_heads_without_pairs_do_not_get_any_on_the_way(tiny_target, tmp_path: Pa
     """Heads learn what the pairs do not say; with others, or none, they would be right less often than before."""
     target: Target = tiny_target()
     exported("medusa", target, tmp_path / "head")
-    with pytest.raises(InputError, match=r"start=.*trained with head.transitions=0.0, not 0.6"):
+    with pytest.raises(
+        InputError, match=r"start=.*beside pairs with a weight of 0.0, not 0.6; give head.transitions=0.0"
+    ):
         started(lambda t, counts: made("medusa", t, counts, transitions=0.6), "medusa", str(tmp_path / "head"), target)
+
+
+def test_a_refusal_names_the_settings_that_the_other_head_was_trained_with(tiny_target, tmp_path: Path):
+    """One option at a time, each after the target was loaded, and at last torch's list of missing weights."""
+    target: Target = tiny_target()
+    own = {"_target_": "x", "blocks": 3, "root": False, "losses": {"tv": 1.0}, "draft_vocab": 40}
+    exported("medusa", target, tmp_path / "head", {"training": {"head": own}})
+    settings = {"_target_": "x", "blocks": 2, "root": True, "losses": {"kl": 1.0}, "draft_vocab": 40}
+    with pytest.raises(InputError, match=r"; it was trained with head.blocks=3 head.root=false, so give these$"):
+        started(
+            lambda t, counts: made("medusa", t, counts, blocks=2, root=True),
+            "medusa",
+            str(tmp_path / "head"),
+            target,
+            settings,
+        )
 
 
 def test_none_is_shipped_for_another_target(tiny_target):

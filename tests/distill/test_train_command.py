@@ -231,7 +231,7 @@ def test_pairs_of_the_training_texts_come_with_the_head(kind: str, command, data
         f"head={kind}", "head.heads=2", "head.draft_vocab=null", f"start={head}", "hydra.run.dir=more"
     )
     assert code == 1
-    assert "it was trained with head.transitions=0.6, not 0.0" in err.replace("\n", " ")
+    assert "it was trained with head.transitions=0.6, so give these" in err.replace("\n", " ")
 
 
 @pytest.mark.usefixtures("_hydra")
@@ -395,8 +395,10 @@ def test_a_head_is_measured_without_being_trained(command, data: Path):
     code, _, err = command(*head, "epochs=2", "hydra.run.dir=made")
     assert code == 0, err
     texts = ("data.repeats=5", "data.learn_prompts=true")  # settings of what is learnt are none of a measurement
-    code, _, err = command(*head, *texts, "max_steps=0", "start=made/head", "hydra.run.dir=measured")
+    code, out, err = command(*head, *texts, "max_steps=0", "start=made/head", "hydra.run.dir=measured")
     assert code == 0, err
+    numbers = rows_of(data / "measured")[-1]
+    assert f"simulated acceptance length {numbers['simulated_acceptance_length']:.2f}" in out.replace("\n", " ")
     made, measured = (json.loads((data / run / "head" / "config.json").read_text()) for run in ("made", "measured"))
     facts = measured["specdec_lab"]["facts"]
     assert facts["optimizer_steps"] == facts["trained_on"]["labels"] == facts["training"]["repeats"] == 0
@@ -415,3 +417,18 @@ def test_a_head_is_measured_without_being_trained(command, data: Path):
     code, _, err = command(*head, "max_steps=0", "hydra.run.dir=nothing")
     assert code == 1
     assert "max_steps=0: without steps a head is only measured" in err.replace("\n", " ")
+
+
+def test_an_interruption_before_the_first_step_is_told(command, data: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C while the target was loaded ended in exit code 130 and not a word."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specdec_lab.distill.train_command.build_examples", interrupted)
+    code, _, err = command("head=medusa", "hydra.run.dir=early")
+    assert code == 130
+    assert "interrupted before the first step; go on with: " in err.replace("\n", " ")
+    monkeypatch.undo()
+    code, _, err = command("head=medusa", "head.heads=2", "head.draft_vocab=null", "hydra.run.dir=early", "resume=true")
+    assert code == 0, err

@@ -135,9 +135,18 @@ def test_a_revision_is_for_the_hub_alone(tmp_path: Path):
     assert refusal(tmp_path / "head", revision="main").startswith("revision='main': only a hub id has revisions")
 
 
+def test_the_folder_of_a_training_is_no_head_and_has_one(tmp_path: Path):
+    """The likeliest mistake of all, and the message spoke of weights that are not there."""
+    save_head(heads(), tmp_path / "run" / "head", FACTS)
+    assert refusal(tmp_path / "run").endswith("its head is in the folder head/ within")
+
+
 def test_what_is_no_checkpoint_is_named(tmp_path: Path):
     """An empty folder, a configuration or weights that are damaged, several files of weights."""
-    assert "there is no config.json" in refusal(tmp_path)
+    assert "it holds no head, neither config.json nor weights; give another folder" in refusal(tmp_path)
+    (tmp_path / "one.safetensors").write_bytes(b"")
+    assert "there is no config.json beside the weights; copy it there" in refusal(tmp_path)
+    (tmp_path / "one.safetensors").unlink()
     (tmp_path / "config.json").write_text("{")
     assert "config.json is damaged" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("[]")

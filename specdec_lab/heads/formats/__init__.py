@@ -152,7 +152,7 @@ def _opened(kind: Kind, source: str, revision: str | None) -> Checkpoint:
         remedy = f"the weights hold {listed(checkpoint.names, most=3) or 'nothing'}, which no known head has"
         raise checkpoint.refusal(f"{remedy}; give a Medusa, EAGLE or EAGLE-3 head")
     if found != kind:
-        raise checkpoint.refusal(f"this is a head for the strategy {found}, not {kind}; give it there")
+        raise checkpoint.refusal(f"this is a head for the strategy {found}, not {kind}; use it as one of those")
     return checkpoint
 
 

@@ -155,6 +155,10 @@ def _downloaded(source: str, revision: str | None) -> tuple[Path, Path | None]:
 
 def _read_json(source: str, path: Path) -> dict[str, Any]:
     if not path.is_file():
+        if (path.parent / "head" / path.name).is_file():
+            raise InputError("head", source, "this is the folder of a training; its head is in the folder head/ within")
+        if not any(file.suffix in PICKLED_SUFFIXES | {SAFE} for file in path.parent.iterdir()):
+            raise InputError("head", source, f"it holds no head, neither {path.name} nor weights; give another folder")
         raise InputError("head", source, f"there is no {path.name} beside the weights; copy it there")
     try:
         found = json.loads(path.read_bytes())

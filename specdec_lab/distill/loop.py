@@ -80,6 +80,9 @@ class Tracker(Protocol):
         """Note the numbers of one row; ``optimizer_step`` is among them."""
 
 
+EXAMPLES = "examples_sha256"
+"""Name, among the settings of a training, of the fingerprint of what it learns."""
+
 ADDED_LATER: Mapping[str, Any] = {"optimizer": "adamw", "repeats": 0}
 """Settings that older checkpoints do not state, with what they were then."""
 
@@ -208,7 +211,7 @@ class _Training:
         self.identity = {
             **plan.identity,
             **self.settings.fixed(self.processes),
-            "examples_sha256": examples_sha256(self.rows),
+            EXAMPLES: examples_sha256(self.rows),
         }
         self.sharded = self.accelerator.distributed_type == DistributedType.FSDP
         if self.sharded and not learner.shardable:
@@ -264,10 +267,7 @@ class _Training:
         found = last_checkpoint(checkpoints) if self.settings.resume else None
         step = 0 if found is None else int(found.state["step"])
         if found is not None:
-            changes = changed_settings(completed(found.state["identity"]), completed(self.identity))
-            if changes:
-                remedy = f"the training had other settings: {', '.join(changes)}; give the same or another folder"
-                raise InputError("resume", True, remedy)
+            refuse_other_settings(found.state["identity"], self.identity)
             load_head_tensors(self.learner.head, found.head)
             load_optimizer_tensors(self.optimizers, self.parameters, found.optimizer)
             self.attempt = int(found.state["attempt"]) + 1
@@ -568,6 +568,18 @@ def own_randomness(device: torch.device, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
+
+
+def refuse_other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with a training that was begun with other settings.
+
+    Raises:
+        InputError: names those that differ.
+    """
+    changes = changed_settings(completed(before), completed(now))
+    if changes:
+        remedy = f"the training had other settings: {', '.join(changes)}; give the same or another folder"
+        raise InputError("resume", True, remedy)
 
 
 def completed(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from specdec_lab.distill.features import CachedFeatures, FeatureSource, OnlineFe
 from specdec_lab.distill.fingerprints import template_sha256, tokenizer_fingerprint
 from specdec_lab.distill.history import Row
 from specdec_lab.distill.learner import Learner
-from specdec_lab.distill.loop import TrainPlan, TrainResult, own_randomness, train
+from specdec_lab.distill.loop import EXAMPLES, TrainPlan, TrainResult, own_randomness, refuse_other_settings, train
 from specdec_lab.distill.measured import measure_on
 from specdec_lab.distill.preflight import PreflightSettings, Rendering, run_preflight
 from specdec_lab.distill.rendering import template_opening
@@ -49,10 +49,11 @@ from specdec_lab.distill.schedule import derived_seed
 from specdec_lab.distill.selection import with_prompts_learnt
 from specdec_lab.distill.start import FIELD as START
 from specdec_lab.distill.start import started
-from specdec_lab.distill.train_files import LOG, check_run_folder
+from specdec_lab.distill.train_files import CHECKPOINTS, LOG, check_run_folder
 from specdec_lab.distill.train_settings import TrainSettings
 from specdec_lab.distill.train_tracking import tracked
 from specdec_lab.distill.training_data import DataSettings, RawData, build_examples, read_data
+from specdec_lab.distill.training_state import stated_settings
 from specdec_lab.errors import InputError
 from specdec_lab.heads.facts import training_seeds
 from specdec_lab.provenance import provenance
@@ -151,6 +152,10 @@ def _run_in(folder: Path, processes: PartialState, config: Mapping[str, Any], ou
     check_all_joined(processes.num_processes)
     job = plan_training(config)
     check_run_folder(folder, resume=job.settings.resume, overwrite=job.settings.overwrite)
+    begun = stated_settings(folder / CHECKPOINTS) if job.settings.resume else None
+    if begun is not None:  # what is to be learnt is compared when it has been read
+        begun.pop(EXAMPLES, None)
+        refuse_other_settings(begun, {**training_identity(job), **job.settings.fixed(processes.num_processes)})
     raw = read_data(job.data)
     processes.wait_for_everyone()  # until all have looked at the folder
     try:
@@ -166,6 +171,15 @@ def _run_in(folder: Path, processes: PartialState, config: Mapping[str, Any], ou
         say(out, line)
     say(out, f"head: {result.head}")
     return SUCCESS
+
+
+def training_identity(job: TrainJob) -> dict[str, Any]:
+    """Return what must stay the same where a training goes on, besides the settings of the loop."""
+    identity: dict[str, Any] = {name: {**job.config[name]} for name in ("head", "target")}
+    identity["target"].pop("device", None)
+    identity["learn_prompts"] = job.data.learn_prompts
+    identity["repeats"] = 0 if job.settings.max_steps == 0 else job.data.repeats
+    return identity
 
 
 def found_at_last(rows: Sequence[Row]) -> list[str]:
@@ -233,14 +247,10 @@ def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, mai
             data=Rendering(data.report.tokenizer_sha256, data.report.chat_template_sha256),
             target=Rendering(tokenizer_fingerprint(target.tokenizer), template_sha256(target.tokenizer)),
         )
-        identity: dict[str, Any] = {name: {**job.config[name]} for name in ("head", "target")}
-        identity["learn_prompts"] = job.data.learn_prompts
-        identity["repeats"] = 0 if measured_only else job.data.repeats
-        identity["target"].pop("device", None)
         stated = {"data": data.report.record(), "target": stated_target(job, target)}
         with tracked(job.tracking if main else None, learner.kind, job.config, folder) as tracker:
             return train(
-                TrainPlan(settings, identity, {**stated, "started_from": origin}),
+                TrainPlan(settings, training_identity(job), {**stated, "started_from": origin}),
                 learner,
                 training,
                 data.validation,

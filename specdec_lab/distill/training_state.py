@@ -215,6 +215,19 @@ def last_checkpoint(folder: Path) -> Checkpoint | None:
     return None
 
 
+def stated_settings(folder: Path) -> dict[str, Any] | None:
+    """Return the settings that the newest readable checkpoint states, without its tensors; ``None`` if there is none.
+
+    They are there to refuse what will not go on early; what the training goes on from is read whole, and checked.
+    """
+    for path in _folders(folder):
+        try:
+            return json.loads((path / STATE).read_bytes())["identity"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
 def remove_later(folder: Path, step: int) -> None:
     """Remove what a training that goes on from a step must not find later: torn checkpoints, and unfinished ones."""
     for path in folder.glob(f"{_PREFIX}*{_TEMPORARY}"):

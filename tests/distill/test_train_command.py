@@ -200,7 +200,7 @@ def test_prompts_are_learnt_on_request(command, data: Path):
     assert "learn_prompts" in err
 
 
-def test_repeats_are_learnt_on_request(command, data: Path):
+def test_repeats_are_learnt_on_request(command, data: Path, monkeypatch: pytest.MonkeyPatch):
     """They are labels besides the answers, the head says how many there were, and a training goes on with as many."""
     heads = {}
     for count in (0, 3):
@@ -210,9 +210,12 @@ def test_repeats_are_learnt_on_request(command, data: Path):
     assert heads[3]["trained_on"]["labels"] > heads[0]["trained_on"]["labels"]
     assert [facts["training"]["repeats"] for facts in heads.values()] == [0, 3]
     assert heads[3]["data"] == heads[0]["data"]
+    monkeypatch.setattr(
+        "specdec_lab.distill.train_command.read_data", None
+    )  # refused before anything is read or loaded
     code, _, err = command("data.repeats=0", "epochs=1", "resume=true")
     assert code == 1
-    assert "repeats" in err
+    assert "repeats=0 (was 3)" in err.replace("\n", " ")
 
 
 @pytest.mark.parametrize("kind", ["medusa", "medusa2"])

@@ -186,29 +186,68 @@ AXES: tuple[tuple[str, Callable[[TrainedHead], float]], ...] = (
 """What a curve may be drawn over."""
 
 
-def curves(heads: Sequence[TrainedHead], axis: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the points ``(place on the axis, simulated length)`` of each curve over an axis, by its legend.
+LENGTHS: tuple[tuple[str, Callable[[TrainedHead], float | None]], ...] = (
+    ("simulated acceptance length", lambda head: head.simulated_acceptance_length),
+    ("real acceptance length", lambda head: head.real_acceptance_length),
+)
+"""What is drawn over it."""
+
+Curves = dict[str, list[tuple[float, float]]]
+"""Points ``(place on the axis, length)`` of each curve, by its legend."""
+
+
+def curves(heads: Sequence[TrainedHead], axis: int, length: int = 0) -> Curves:
+    """Return the curves of one of ``LENGTHS`` over one of ``AXES``; what has no such length is left out.
 
     A curve joins trainings of one kind of head with the same settings that are alike on the other axes. Which settings
-    those are is told where a plot has several.
+    those are is told where a kind has several.
     """
-    several = len({head.settings for head in heads}) > 1
-    grouped: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    settings: dict[str, set[str]] = defaultdict(set)
     for head in heads:
-        places = (f"{head.response_tokens:,} tokens", f"{head.epochs:.3g} epochs", f"{head.parameters:,} parameters")
+        settings[head.kind].add(head.settings)
+    grouped: Curves = defaultdict(list)
+    for head in heads:
+        tall = LENGTHS[length][1](head)
+        if tall is None:
+            continue
+        epochs = "1 epoch" if head.epochs == 1 else f"{head.epochs:.3g} epochs"
+        places = (f"{head.response_tokens:,} tokens", epochs, f"{head.parameters:,} parameters")
         others = [place for at, place in enumerate(places) if at != axis]
-        others += [f"settings {head.settings}"] if several else []
-        grouped[f"{head.kind}: {', '.join(others)}"].append((AXES[axis][1](head), head.simulated_acceptance_length))
+        others += [f"settings {head.settings}"] if len(settings[head.kind]) > 1 else []
+        grouped[f"{head.kind}: {', '.join(others)}"].append((AXES[axis][1](head), tall))
     return {name: sorted(points) for name, points in sorted(grouped.items())}
 
 
+def has_slope(points: Sequence[tuple[float, float]]) -> bool:
+    """Return whether the points of a curve lie at more than one place."""
+    return len({place for place, _ in points}) > 1
+
+
+def axes_to_draw(heads: Sequence[TrainedHead]) -> list[int]:
+    """Return the axes that some curve has a slope over; that of the data where none has."""
+    return [axis for axis in range(len(AXES)) if any(map(has_slope, curves(heads, axis).values()))] or [0]
+
+
 def draw(heads: Sequence[TrainedHead], path: Path) -> None:
-    """Draw simulated acceptance lengths over data, epochs and parameters."""
-    figure = Figure(figsize=(16, 4.5), layout="constrained")
-    for axis, axes in enumerate(figure.subplots(1, len(AXES), sharey=True)):
-        for name, points in curves(heads, axis).items():
-            axes.plot(*zip(*points, strict=True), marker="o", label=name)
-        axes.set(xlabel=AXES[axis][0], xscale="linear" if axis == 1 else "log")
-        axes.legend(fontsize="x-small")
-    figure.axes[0].set(ylabel="simulated acceptance length")
+    """Draw acceptance lengths over what the trainings differ in: a row per length, a column per axis.
+
+    A training that no curve joins to another is a grey point.
+    """
+    columns = axes_to_draw(heads)
+    rows = [length for length, (_, of) in enumerate(LENGTHS) if any(of(head) is not None for head in heads)]
+    figure = Figure(figsize=(6 * len(columns), 4.2 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row", sharex="col")
+    for line, length in zip(panels, rows, strict=True):
+        line[0].set(ylabel=f"{LENGTHS[length][0]}, tokens per round")
+        for axes, axis in zip(line, columns, strict=True):
+            for name, points in curves(heads, axis, length).items():
+                joined = has_slope(points)
+                look = {"label": name, "marker": "o"} if joined else {"color": "0.7", "marker": ".", "linestyle": ""}
+                axes.plot(*zip(*points, strict=True), **look)
+            axes.set(xscale="linear" if axis == 1 else "log")
+            axes.grid(alpha=0.3)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize="x-small")
+    for axes, axis in zip(panels[-1], columns, strict=True):
+        axes.set(xlabel=AXES[axis][0])
     figure.savefig(path, dpi=120)

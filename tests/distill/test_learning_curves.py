@@ -19,6 +19,7 @@ from specdec_lab.distill.learning_curves import (
     PLOT,
     TABLE,
     TrainedHead,
+    axes_to_draw,
     count_parameters,
     curves,
     learning_curves_main,
@@ -67,6 +68,28 @@ def test_a_curve_joins_what_differs_on_its_axis_alone():
     assert [(5000, 1.4), (9000, 1.45)] in parameters.values()
     assert all(len(found) == 5 for found in (data, epochs, parameters))
     assert all(sum(len(points) for points in found.values()) == 6 for found in (data, epochs, parameters))
+
+
+def test_settings_are_told_where_a_kind_has_several():
+    """Kinds always have settings of their own, so that each legend had a hash that told nothing."""
+    heads = [ONE, replace(ONE, kind="medusa", settings="ffffffff"), replace(ONE, kind="medusa", settings="eeeeeeee")]
+    names = sorted(curves(heads, 0))
+    assert names[0] == "eagle: 1 epoch, 5,000 parameters"
+    assert names[1:] == [f"medusa: 1 epoch, 5,000 parameters, settings {hashed * 8}" for hashed in "ef"]
+
+
+def test_only_axes_with_a_slope_are_drawn():
+    """Legends of single points covered the panels."""
+    more = replace(ONE, response_tokens=250_000)
+    assert axes_to_draw([ONE, more]) == [0]
+    assert axes_to_draw([ONE, replace(ONE, epochs=4.0), replace(ONE, parameters=9)]) == [1, 2]
+    assert axes_to_draw([ONE, ONE]) == [0]
+
+
+def test_a_head_without_a_real_length_has_no_point_there():
+    """``measure_prompts=0`` measures none."""
+    heads = [ONE, replace(ONE, response_tokens=250_000, real_acceptance_length=1.5)]
+    assert list(curves(heads, 0, 1).values()) == [[(250_000, 1.5)]]
 
 
 def test_settings_are_all_that_is_no_axis():

@@ -113,6 +113,11 @@ def read_history(path: Path) -> list[Row]:
     return [row for row in (*rows, last) if row is not None]
 
 
+def last_evaluation(rows: Sequence[Row]) -> Row | None:
+    """Return the row of the last evaluation; ``None`` without one."""
+    return next((row for row in reversed(rows) if row["kind"] == "evaluation"), None)
+
+
 def _parsed(line: bytes) -> Row | None:
     try:
         row = json.loads(line)

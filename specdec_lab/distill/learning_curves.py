@@ -22,7 +22,7 @@ from specdec_lab.bench.console import plain_table, result_console
 from specdec_lab.bench.files import CONFIG, START_ANEW, storage, write_atomically
 from specdec_lab.command import SUCCESS, concluded, parsed, say
 from specdec_lab.config import locate
-from specdec_lab.distill.history import read_history
+from specdec_lab.distill.history import last_evaluation, read_history
 from specdec_lab.distill.loop import completed
 from specdec_lab.distill.train_files import EXPORT, METRICS
 from specdec_lab.errors import InputError, SpecdecError, one_line
@@ -124,8 +124,7 @@ def read_training(folder: Path) -> TrainedHead:
             f"this is no folder of a finished training ({one_line(error)}); give one that holds {CONFIG} and {EXPORT}/"
         )
         raise InputError(FIELD, str(folder), remedy) from None
-    rows = read_history(folder / METRICS)
-    last = next((row for row in reversed(rows) if row["kind"] == "evaluation"), None)
+    last = last_evaluation(read_history(folder / METRICS))
     if facts.get("optimizer_steps") == 0:
         raise InputError(FIELD, str(folder), "it has measured a head and trained none; give the training that made it")
     if last is None or last.get("simulated_acceptance_length") is None:

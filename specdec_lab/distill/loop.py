@@ -32,6 +32,7 @@ from specdec_lab.distill.history import (
     accuracy_by_rank,
     added,
     averages,
+    last_evaluation,
     outcome_sums,
     simulated_acceptance_length,
     write_curve,
@@ -524,7 +525,7 @@ class _Training:
     def measured(self) -> dict[str, Any]:
         """Return what the last evaluation found, for who uses the head; nothing without one."""
         rows = () if self.history is None else self.history.rows
-        last = next((row for row in reversed(rows) if row["kind"] == "evaluation"), None)
+        last = last_evaluation(rows)
         if last is None:
             return {}
         return {

@@ -38,7 +38,7 @@ from specdec_lab.distill.batch import Example
 from specdec_lab.distill.feature_cache import prepare_cache
 from specdec_lab.distill.features import CachedFeatures, FeatureSource, OnlineFeatures
 from specdec_lab.distill.fingerprints import template_sha256, tokenizer_fingerprint
-from specdec_lab.distill.history import Row
+from specdec_lab.distill.history import Row, last_evaluation
 from specdec_lab.distill.learner import Learner
 from specdec_lab.distill.loop import EXAMPLES, TrainPlan, TrainResult, own_randomness, refuse_other_settings, train
 from specdec_lab.distill.measured import measure_on
@@ -167,8 +167,8 @@ def _run_in(folder: Path, processes: PartialState, config: Mapping[str, Any], ou
     if result.interrupted:
         say(err, f"interrupted after step {result.step} of {result.steps}; go on with: {go_on(folder)}")
         return INTERRUPTED
-    for line in found_at_last(result.rows):
-        say(out, line)
+    if found := found_at_last(result.rows):
+        say(out, found)
     say(out, f"head: {result.head}")
     return SUCCESS
 
@@ -182,17 +182,15 @@ def training_identity(job: TrainJob) -> dict[str, Any]:
     return identity
 
 
-def found_at_last(rows: Sequence[Row]) -> list[str]:
-    """Return what the last evaluation of a training found, in lines for a reader; none without one."""
-    last = next((row for row in reversed(rows) if row["kind"] == "evaluation"), None)
-    if last is None:
-        return []
+def found_at_last(rows: Sequence[Row]) -> str:
+    """Return what the last evaluation of a training found, in one line for a reader; empty without one."""
+    last = last_evaluation(rows) or {}
     named = {
         "accuracy/depth1/top1": "first choice right at {:.1%} of the validation texts' tokens",
         "simulated_acceptance_length": "simulated acceptance length {:.2f}",
         "real_acceptance_length": "real acceptance length {:.2f}, every node paid",
     }
-    return ["; ".join(words.format(last[name]) for name, words in named.items() if name in last)]
+    return "; ".join(words.format(last[name]) for name, words in named.items() if last.get(name) is not None)
 
 
 def run_training(job: TrainJob, raw: RawData, folder: Path, err: Console, *, main: bool) -> TrainResult:
